@@ -1,0 +1,111 @@
+"""Settings of an engine. User settings are frozen; `resolve` makes a new, complete object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mvllm.core.errors import ConfigError
+from mvllm.core.types import ceil_div
+
+Admission = Literal["optimistic", "reserve"]
+KvDtype = Literal["auto", "f32", "f16", "bf16"]
+
+DEFAULT_KV_BYTES = 1 << 30
+KV_DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a user may set; None means "choose for me".
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+    """
+
+    max_model_len: int | None = None  # tokens; default: the model's own context length
+    max_num_seqs: int = 64  # rows per step
+    max_num_batched_tokens: int = 512  # tokens per step
+    block_size: int = 16  # tokens per KV block
+    num_kv_blocks: int | None = None  # default: what kv_cache_bytes holds
+    kv_cache_bytes: int | None = None  # default: the longest context, at least 1 GiB's worth of blocks
+    kv_dtype: KvDtype = "auto"
+    enable_prefix_caching: bool = True
+    admission: Admission = "optimistic"
+    check_integrity: bool = False  # re-verify all state after each step; slow
+
+    def __post_init__(self) -> None:
+        positive = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+        optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes")
+        for name in positive + optional:
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_seqs ({self.max_num_seqs}) must not exceed max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}): every running row advances in every step"
+            )
+        if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
+            raise ConfigError("set num_kv_blocks or kv_cache_bytes, not both")
+        if self.admission not in ("optimistic", "reserve"):
+            raise ConfigError(f"admission must be 'optimistic' or 'reserve', got {self.admission!r}")
+        if self.kv_dtype not in ("auto", "f32", "f16", "bf16"):
+            raise ConfigError(f"kv_dtype must be 'auto', 'f32', 'f16' or 'bf16', got {self.kv_dtype!r}")
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Complete settings: every number known."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_kv_blocks: int
+    kv_dtype: str
+    enable_prefix_caching: bool
+    admission: Admission
+    check_integrity: bool
+
+
+def resolve(
+    config: EngineConfig, *, model_context: int, kv_bytes_per_token: int, kv_dtype: str
+) -> ResolvedConfig:
+    """Complete `config` for a model.
+
+    Args:
+        model_context: the model's own context length, tokens.
+        kv_bytes_per_token: KV bytes per position over all layers, in `kv_dtype`.
+        kv_dtype: the type that "auto" stands for on the chosen backend, or the one asked for.
+
+    Raises:
+        ConfigError: a context longer than the model's, or a pool that can't hold a single block.
+    """
+    max_model_len = config.max_model_len or model_context
+    if max_model_len > model_context:
+        raise ConfigError(f"max_model_len is {max_model_len}; the model's context is {model_context} tokens")
+    block_bytes = kv_bytes_per_token * config.block_size
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+    elif config.kv_cache_bytes is not None:
+        num_blocks = config.kv_cache_bytes // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"kv_cache_bytes is {config.kv_cache_bytes}; one block takes {block_bytes} bytes"
+            )
+    else:
+        num_blocks = max(ceil_div(max_model_len, config.block_size), DEFAULT_KV_BYTES // block_bytes)
+    return ResolvedConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_kv_blocks=num_blocks,
+        kv_dtype=kv_dtype,
+        enable_prefix_caching=config.enable_prefix_caching,
+        admission=config.admission,
+        check_integrity=config.check_integrity,
+    )

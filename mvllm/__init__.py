@@ -1,0 +1,1 @@
+"""mvllm: an LLM inference engine in pure Python."""
