@@ -28,7 +28,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # tokens per step
     block_size: int = 16  # tokens per KV block
     num_kv_blocks: int | None = None  # default: what kv_cache_bytes holds
-    kv_cache_bytes: int | None = None  # default: the longest context, at least 1 GiB's worth of blocks
+    kv_cache_bytes: int | None = None  # default: 1 GiB or what max_num_seqs can use
     kv_dtype: KvDtype = "auto"
     enable_prefix_caching: bool = True
     admission: Admission = "optimistic"
@@ -97,7 +97,9 @@ def resolve(
                 f"kv_cache_bytes is {config.kv_cache_bytes}; one block takes {block_bytes} bytes"
             )
     else:
-        num_blocks = max(ceil_div(max_model_len, config.block_size), DEFAULT_KV_BYTES // block_bytes)
+        one_context = ceil_div(max_model_len, config.block_size)
+        most_useful = one_context * config.max_num_seqs
+        num_blocks = max(one_context, min(most_useful, DEFAULT_KV_BYTES // block_bytes))
     return ResolvedConfig(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -109,3 +111,8 @@ def resolve(
         admission=config.admission,
         check_integrity=config.check_integrity,
     )
+
+
+def kv_bytes_per_token(kv_values_per_token: int, kv_dtype: str) -> int:
+    """The one formula for KV memory per position."""
+    return kv_values_per_token * KV_DTYPE_BYTES[kv_dtype]

@@ -8,7 +8,7 @@ Everything here is frozen and complete at construction. There is no prefill flag
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -94,6 +94,15 @@ class KvGrant:
 
     tables: dict[RequestId, tuple[BlockId, ...]]
     fresh: dict[RequestId, tuple[BlockId, ...]]
+
+
+@dataclass(frozen=True)
+class KvCommit:
+    """What a row's cache holds after the forward: KV of `token_ids[:num_computed]`, all of it final."""
+
+    id: RequestId
+    token_ids: Sequence[TokenId]  # the row's committed tokens, at least num_computed of them; only read
+    num_computed: int  # c(r) after the step; rejected drafts lie beyond it
 
 
 # --- what crosses into the backend -------------------------------------------------------------------

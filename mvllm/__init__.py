@@ -1,1 +1,57 @@
-"""mvllm: an LLM inference engine in pure Python."""
+"""mvllm: an LLM inference engine in pure Python.
+
+    from mvllm import LLM, SamplingParams
+
+    with LLM() as llm:
+        [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
+        print(output.outputs[0].text)
+"""
+
+from mvllm.core.config import EngineConfig
+from mvllm.core.errors import (
+    BackendUnavailable,
+    CapacityError,
+    ConfigError,
+    DownloadError,
+    EngineClosed,
+    InvariantViolation,
+    ModelFileError,
+    MvllmError,
+    RequestFailed,
+    RequestRejected,
+    TemplateError,
+)
+from mvllm.core.request import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from mvllm.llm import LLM, StreamChunk
+
+__all__ = [
+    "LLM",
+    "BackendUnavailable",
+    "CapacityError",
+    "CompletionOutput",
+    "ConfigError",
+    "DownloadError",
+    "EngineClosed",
+    "EngineConfig",
+    "InvariantViolation",
+    "Logprob",
+    "ModelFileError",
+    "MvllmError",
+    "RequestFailed",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestRejected",
+    "SamplingParams",
+    "StreamChunk",
+    "TemplateError",
+    "TokenLogprobs",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,77 @@
+"""`CpuBackend`: compiled kernels on the processor's vector units, on a team of threads."""
+
+from __future__ import annotations
+
+from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED
+from mvllm.backends.cpu.threads import default_threads
+from mvllm.core.errors import ConfigError, ModelFileError
+from mvllm.core.model.spec import ModelSpec
+from mvllm.core.tensor import Backend, Capabilities, KvGeometry, Model, ModelWeights, Weight
+
+_KV_DTYPES = ("f16", "f32")
+
+
+class CpuBackend(Backend):
+    """Row-exact: a row's floats depend on nothing but the model and the tokens before it.
+
+    Importing this module compiles nothing; the first `load` on a machine takes about 20 seconds, later ones
+    read the compile cache.
+    """
+
+    name = "cpu"
+    capabilities = Capabilities(row_exact=True, kv_dtypes=_KV_DTYPES)
+
+    def __init__(self, threads: int | None = None) -> None:
+        """`threads`: size of a model's team; None: as many as the machine and its container allow.
+
+        Raises:
+            ConfigError: `threads` is not positive.
+        """
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {threads}")
+        self._threads = threads
+
+    def unsupported(self, spec: ModelSpec, weights: ModelWeights) -> str | None:
+        if spec.head_dim % 2:
+            return f"head_dim is {spec.head_dim}; the cpu backend needs an even one"
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} query heads can't share {spec.num_kv_heads} kv heads evenly"
+        for weight in _matrices(weights):
+            reason = _unsupported_matrix(weight)
+            if reason is not None:
+                return reason
+        return None
+
+    def load(self, spec: ModelSpec, weights: ModelWeights, geometry: KvGeometry) -> Model:
+        if geometry.dtype not in _KV_DTYPES:
+            raise ConfigError(
+                f"the cpu backend keeps KV as {' or '.join(_KV_DTYPES)}, {geometry.dtype!r} was asked for"
+            )
+        reason = self.unsupported(spec, weights)
+        if reason is not None:
+            raise ModelFileError(reason)
+        # Imported here: the kernels' modules compile when they are imported.
+        from mvllm.backends.cpu.model import CpuModel
+
+        return CpuModel(spec, weights, geometry, self._threads or default_threads())
+
+
+def _matrices(weights: ModelWeights) -> list[Weight]:
+    layers = [
+        weight
+        for layer in weights.layers
+        for weight in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)
+    ]
+    return [weights.embedding, *layers, weights.head]
+
+
+def _unsupported_matrix(weight: Weight) -> str | None:
+    name = weight.format_name
+    if name not in DENSE and name not in QUANTIZED:
+        known = ", ".join([*DENSE, *QUANTIZED])
+        return f"weight {weight.name} has format {name}; the cpu backend knows {known}"
+    inputs = weight.shape[1]
+    group = GROUP * QUANTIZED[name].superblock if name in QUANTIZED else 1
+    if inputs % group:
+        return f"weight {weight.name} has {inputs} inputs, {name} needs a multiple of {group}"
+    return None

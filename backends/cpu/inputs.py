@@ -1,0 +1,83 @@
+"""Hands a batch to compiled code: the `STEP` record that every thread reads."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvllm.backends.cpu.attention import ITEM_FIELDS, scratch_bytes
+from mvllm.backends.cpu.attention_plan import most_items
+from mvllm.backends.cpu.link import LinkedProgram
+from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
+from mvllm.backends.cpu.prepare import LIMITS, BatchFault, prepare_step
+from mvllm.backends.cpu.tables import STEP, regime_of
+from mvllm.core.errors import InvariantViolation
+from mvllm.core.model.spec import ModelSpec
+from mvllm.core.step import ForwardBatch
+from mvllm.core.tensor import KvGeometry
+
+_ARRAYS = ("tokens", "positions", "slots", "row_starts", "context_lens", "block_tables", "logit_rows")
+
+
+class StepInputs:
+    """Owns the STEP record, the list of attention items and the threads' scratch; borrows a batch's arrays."""
+
+    def __init__(self, spec: ModelSpec, geometry: KvGeometry, threads: int) -> None:
+        self._geometry = geometry
+        self._arrays: list[NDArray[np.int32]] = []  # the current batch's, kept alive
+        items = most_items(geometry.max_batch_tokens, spec.num_heads)
+        self._items = aligned_zeros(8 * ITEM_FIELDS * items, "attention items")
+        stride = scratch_bytes(geometry.max_context, spec.head_dim)
+        self._scratch = aligned_zeros(threads * stride, "attention scratch")
+        self._memory = aligned_zeros(STEP.itemsize, "step")
+        self.record = self._memory.view(STEP)
+        self.address = self._memory.ctypes.data
+        self.record["items"] = self._items.ctypes.data
+        self.record["scratch"], self.record["scratch_stride"] = self._scratch.ctypes.data, stride
+        self._limits = np.zeros(1, LIMITS)
+        self._limits[0] = (
+            spec.vocab_size,
+            geometry.max_context,
+            geometry.num_blocks * geometry.block_size,
+            geometry.block_size,
+            spec.num_kv_heads,
+            spec.num_heads // spec.num_kv_heads,
+            threads,
+        )
+
+    def set_program(self, linked: LinkedProgram, num_instructions: int) -> None:
+        """Make the first instructions of `linked` the program of the next step."""
+        self.record["instructions"] = linked.table.ctypes.data
+        self.record["num_instructions"] = num_instructions
+        self.record["next_item"] = linked.counters.ctypes.data
+        self.record["num_counters"] = linked.counters.nbytes // LINE_BYTES
+
+    def set_batch(self, batch: ForwardBatch) -> None:
+        """Point the record at the batch's arrays and plan its attention.
+
+        Raises:
+            InvariantViolation: the batch is larger than the geometry allows, or contradicts itself.
+        """
+        record, geometry = self.record, self._geometry
+        num_tokens, num_logit_rows = len(batch.tokens), len(batch.logit_rows)
+        for what, found, limit in (
+            ("tokens", num_tokens, geometry.max_batch_tokens),
+            ("rows", len(batch.context_lens), geometry.max_batch_rows),
+            ("logit rows", num_logit_rows, geometry.max_logit_rows),
+        ):
+            if found > limit:
+                raise InvariantViolation(f"a batch has {found} {what}, at most {limit} were announced")
+        self._arrays = [np.ascontiguousarray(getattr(batch, name), np.int32) for name in _ARRAYS]
+        for name, array in zip(_ARRAYS, self._arrays, strict=True):
+            record[name] = array.ctypes.data
+        if len(batch.positions) != num_tokens or len(batch.slots) != num_tokens:
+            raise InvariantViolation("tokens, positions and slots of a batch differ in length")
+        if len(batch.row_starts) != batch.num_rows + 1 or len(batch.block_tables) != batch.num_rows:
+            raise InvariantViolation("row_starts, context_lens and block_tables of a batch differ in length")
+        record["num_tokens"], record["num_rows"] = num_tokens, batch.num_rows
+        record["num_logit_rows"] = num_logit_rows
+        record["table_width"] = batch.block_tables.shape[1]
+        record["regime"] = regime_of(num_tokens, num_logit_rows)
+        fault = BatchFault(prepare_step(self.address, self._limits.ctypes.data))
+        if fault is not BatchFault.NONE:
+            raise InvariantViolation(f"a batch can't be run: {fault.describe()}")

@@ -1,0 +1,116 @@
+"""How weights and quantized activations lie in memory for the kernels.
+
+A packed matrix is a sequence of row blocks of `lanes` rows each (the last one padded with zero rows). Lane r
+of every vector belongs to row r of the block, so products need no horizontal sums and their order is fixed.
+
+Quantized row block, for each superblock of 32 * `superblock` inputs:
+
+    super scales   float16[lanes]                    only if superblock > 1
+    super biases   float16[lanes]                    only if superblock > 1 and with a bias
+    then per group of 32 inputs:
+    scales         float16[lanes], or int8[32 / group_size][lanes] if superblock > 1
+    biases         float16[lanes], or int8[lanes] if superblock > 1; only with a bias
+    codes          see below
+
+Codes come as eight quads: quad j of row r holds the codes of its inputs 4j to 4j+3 in four bytes.
+
+    8 bits   8 vectors: quad j                                            (a vector: lanes * 4 bytes)
+    4 to 6   4 vectors: quad j in the low nibbles, quad j + 4 in the high ones; the codes' low 4 bits
+    5 bits   1 vector more: bit 4 of quad j at bit j of each byte
+    6 bits   2 vectors more: bits 4 and 5 of quad 4 * i + j of vector i at bits 2j and 2j + 1 of each byte
+
+Dense row block: [inputs][lanes] values in the file's own type.
+
+Activations for a quantized matrix, per group of 32 inputs (`ACTIVATION_RECORD_BYTES`):
+
+    codes          int8[32], scale * code approximates the value; scale = largest magnitude / 127
+    scale          float32
+    scaled sum     float32, scale * sum of the codes
+    minus sum      int32, minus the sum of the codes
+    minus low sum  int32, minus the sum of the first 16 codes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP = 32
+"""Inputs per activation scale, and per step of a quantized kernel."""
+
+QUADS = GROUP // 4
+
+SCALE_OFFSET = GROUP
+SCALED_SUM_OFFSET = SCALE_OFFSET + 4
+MINUS_SUM_OFFSET = SCALED_SUM_OFFSET + 4
+MINUS_LOW_SUM_OFFSET = MINUS_SUM_OFFSET + 4
+ACTIVATION_RECORD_BYTES = MINUS_LOW_SUM_OFFSET + 4
+
+
+@dataclass(frozen=True)
+class QuantLayout:
+    """The packed form of one quantized format. Offsets are in bytes from a group's start."""
+
+    format_name: str
+    bits: int
+    zero: int  # the code of 0 before the bias; 0 or a power of two
+    has_bias: bool
+    superblock: int = 1  # groups of 32 inputs under one super scale; 1: scales are float16, not factored
+    scales: int = 1  # scales per group of 32 inputs
+
+    @property
+    def factored(self) -> bool:
+        return self.superblock > 1
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of a code beyond the nibble planes."""
+        return self.bits - 4 if self.bits < 8 else 0
+
+    @property
+    def planes(self) -> int:
+        """Vectors of codes per group."""
+        return QUADS if self.bits == 8 else QUADS // 2 + self.high_bits
+
+    def bias_offset(self, lanes: int) -> int:
+        return self.scales * lanes if self.factored else 2 * lanes
+
+    def codes_offset(self, lanes: int) -> int:
+        bias_bytes = (1 if self.factored else 2) * lanes if self.has_bias else 0
+        return self.bias_offset(lanes) + bias_bytes
+
+    def group_bytes(self, lanes: int) -> int:
+        return self.codes_offset(lanes) + self.planes * 4 * lanes
+
+    def header_bytes(self, lanes: int) -> int:
+        """Super scales and super biases of a superblock."""
+        return (2 + 2 * self.has_bias) * lanes if self.factored else 0
+
+    def superblock_bytes(self, lanes: int) -> int:
+        return self.header_bytes(lanes) + self.superblock * self.group_bytes(lanes)
+
+
+@dataclass(frozen=True)
+class DenseLayout:
+    """The packed form of a dense type."""
+
+    format_name: str
+    value_bytes: int
+
+
+QUANTIZED = {
+    layout.format_name: layout
+    for layout in (
+        QuantLayout("Q4_0", bits=4, zero=8, has_bias=False),
+        QuantLayout("Q4_1", bits=4, zero=0, has_bias=True),
+        QuantLayout("Q5_0", bits=5, zero=16, has_bias=False),
+        QuantLayout("Q5_1", bits=5, zero=0, has_bias=True),
+        QuantLayout("Q8_0", bits=8, zero=128, has_bias=False),
+        QuantLayout("Q4_K", bits=4, zero=0, has_bias=True, superblock=8),
+        QuantLayout("Q5_K", bits=5, zero=0, has_bias=True, superblock=8),
+        QuantLayout("Q6_K", bits=6, zero=32, has_bias=False, superblock=8, scales=2),
+    )
+}
+DENSE = {
+    layout.format_name: layout
+    for layout in (DenseLayout("F32", 4), DenseLayout("F16", 2), DenseLayout("BF16", 2))
+}

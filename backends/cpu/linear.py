@@ -1,0 +1,216 @@
+"""Matrix products and embedding rows over packed matrices, for use inside other compiled code.
+
+A packed matrix is described by a vector of int64, its descriptor. It holds the addresses of the functions
+that serve the matrix's format; they are compiled (or read from the compile cache) when a matrix of that
+format is first packed, and called through the address, so that callers neither contain nor recompile them.
+
+All functions take raw addresses and check nothing: whoever builds a program validates shapes once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from mvllm.backends.cpu.dense_kernels import (
+    BLOCKS_AT_ONCE,
+    dense_row,
+    multiply_dense_blocks,
+    multiply_dense_tile,
+)
+from mvllm.backends.cpu.isa import Isa
+from mvllm.backends.cpu.jit import kernel, native_function
+from mvllm.backends.cpu.layout import ACTIVATION_RECORD_BYTES, DENSE, GROUP
+from mvllm.backends.cpu.quantized_kernels import dequantize_row, multiply_tile, quantize_groups
+from mvllm.backends.cpu.vector import I64, VOID, Emitter, Value, emitted
+
+# Fields of a descriptor, as indices of its int64 elements.
+MATMUL, EMBED, WEIGHTS, BLOCK_STRIDE, INPUTS, BLOCKS, ROWS, IS_QUANTIZED, LANES = range(9)
+DESCRIPTOR_FIELDS = 9
+
+_MATMUL_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
+_EMBED_SIGNATURE = "void(int64, int64, int64)"
+_L2_ACTIVATION_BYTES = (
+    384 * 1024
+)  # activations that one pass over the weights keeps in the second-level cache
+
+
+def activation_bytes(inputs: int, is_quantized: bool) -> int:
+    """Bytes of one token's activations as `matmul` takes them: records, or the float32 row itself."""
+    return inputs // GROUP * ACTIVATION_RECORD_BYTES if is_quantized else 4 * inputs
+
+
+def _emit_load_field(emitter: Emitter, descriptor: Value, field: Value) -> Value:
+    return emitter.load(I64, descriptor, emitter.times(field, 8))
+
+
+def _emit_call(emitter: Emitter, function: Value, *arguments: Value) -> None:
+    signature = ir.FunctionType(VOID, [I64] * len(arguments))
+    emitter.builder.call(emitter.builder.inttoptr(function, signature.as_pointer()), arguments)
+
+
+load_field = emitted(_emit_load_field, 2, returns=types.int64)
+"""Element `field` of the descriptor at an address: (descriptor, field) -> int64."""
+
+_call_matmul = emitted(_emit_call, 9)  # (function's address, the arguments of `matmul`)
+_call_embed = emitted(_emit_call, 4)  # (function's address, the arguments of `embed_row`)
+
+
+@kernel(_MATMUL_SIGNATURE)
+def matmul(  # type: ignore[no-untyped-def]
+    descriptor, activations, activation_stride, out, out_stride, tokens, first_block, last_block
+):
+    """out[t, row] = activations[t] . weights[row] for all tokens t and the rows of blocks [first, last).
+
+    `descriptor`, `activations` and `out` are addresses, strides are bytes from one token to the next.
+    Activations are records of `quantize_row` or float32 rows (descriptor field `IS_QUANTIZED`). Rows are
+    columns of `out`, float32; all `LANES` rows of a block are written, so a row of `out` has room for
+    BLOCKS * LANES floats. A value does not depend on `tokens`, nor on the blocks asked for.
+    """
+    function = load_field(descriptor, MATMUL)
+    _call_matmul(
+        function,
+        descriptor,
+        activations,
+        activation_stride,
+        out,
+        out_stride,
+        tokens,
+        first_block,
+        last_block,
+    )
+
+
+@kernel(_EMBED_SIGNATURE)
+def embed_row(descriptor, token, out):  # type: ignore[no-untyped-def]
+    """out[0:INPUTS] = row `token` of the matrix, exact, float32; the matrix was packed with `embedding`."""
+    _call_embed(load_field(descriptor, EMBED), descriptor, token, out)
+
+
+@kernel("void(int64, int64, int64)")
+def quantize_row(x, records, inputs):  # type: ignore[no-untyped-def]
+    """Write the activation records of the float32 row at `x`; `inputs` is a multiple of 32."""
+    quantize_groups(x, records, inputs // GROUP)
+
+
+@functools.cache
+def matmul_address(format_name: str, isa: Isa) -> int:
+    """Address of the product's code for a format, compiled on first use and kept for the process."""
+    make = _make_dense_matmul if format_name in DENSE else _make_quantized_matmul
+    return _address(_MATMUL_SIGNATURE, make(format_name, isa.name, isa.lanes, isa.max_tokens))
+
+
+@functools.cache
+def embed_address(format_name: str, isa: Isa) -> int:
+    """Address of the embedding's code for a format, compiled on first use and kept for the process."""
+    make = _make_dense_embed if format_name in DENSE else _make_quantized_embed
+    return _address(_EMBED_SIGNATURE, make(format_name, isa.name, isa.lanes))
+
+
+_compiled: list[Any] = []  # keeps the machine code behind the addresses
+
+
+def _address(signature: str, function: Callable[..., Any]) -> int:
+    compiled = native_function(signature, function)
+    _compiled.append(compiled)
+    return int(compiled.address)
+
+
+# The functions below are closures over strings and integers only: Numba sees them as literals, which select
+# the code to emit, and its cache keys them by value.
+
+
+def _make_quantized_matmul(
+    format_name: str, isa_name: str, lanes: int, max_tokens: int
+) -> Callable[..., Any]:
+    def quantized_matmul(  # type: ignore[no-untyped-def]
+        descriptor, activations, activation_stride, out, out_stride, tokens, first_block, last_block
+    ):
+        weights = load_field(descriptor, WEIGHTS)
+        block_stride = load_field(descriptor, BLOCK_STRIDE)
+        groups = load_field(descriptor, INPUTS) // GROUP
+        at_once = max(max_tokens, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
+        for start in range(0, tokens, at_once):
+            stop = min(start + at_once, tokens)
+            for block in range(first_block, last_block):
+                token = start
+                while token < stop:
+                    tiles = (stop - token + max_tokens - 1) // max_tokens
+                    count = (stop - token + tiles - 1) // tiles
+                    multiply_tile(
+                        format_name,
+                        isa_name,
+                        count,
+                        weights + block * block_stride,
+                        activations + token * activation_stride,
+                        activation_stride,
+                        out + token * out_stride + block * (4 * lanes),
+                        out_stride,
+                        groups,
+                    )
+                    token += count
+
+    return quantized_matmul
+
+
+def _make_quantized_embed(format_name: str, isa_name: str, lanes: int) -> Callable[..., Any]:
+    def quantized_embed(descriptor, token, out):  # type: ignore[no-untyped-def]
+        block = token // lanes
+        weights = load_field(descriptor, WEIGHTS) + block * load_field(descriptor, BLOCK_STRIDE)
+        groups = load_field(descriptor, INPUTS) // GROUP
+        dequantize_row(format_name, isa_name, weights, token - block * lanes, out, groups)
+
+    return quantized_embed
+
+
+def _make_dense_matmul(format_name: str, isa_name: str, lanes: int, max_tokens: int) -> Callable[..., Any]:
+    def dense_matmul(  # type: ignore[no-untyped-def]
+        descriptor, activations, activation_stride, out, out_stride, tokens, first_block, last_block
+    ):
+        weights = load_field(descriptor, WEIGHTS)
+        block_stride = load_field(descriptor, BLOCK_STRIDE)
+        inputs = load_field(descriptor, INPUTS)
+        if tokens == 1:
+            while first_block + BLOCKS_AT_ONCE <= last_block:
+                target = out + first_block * (4 * lanes)
+                block_weights = weights + first_block * block_stride
+                multiply_dense_blocks(
+                    format_name, isa_name, block_weights, block_stride, activations, 0, target, 0, inputs
+                )
+                first_block += BLOCKS_AT_ONCE
+        at_once = max(max_tokens, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
+        for start in range(0, tokens, at_once):
+            stop = min(start + at_once, tokens)
+            for block in range(first_block, last_block):
+                token = start
+                while token < stop:
+                    tiles = (stop - token + max_tokens - 1) // max_tokens
+                    count = (stop - token + tiles - 1) // tiles
+                    multiply_dense_tile(
+                        format_name,
+                        isa_name,
+                        count,
+                        weights + block * block_stride,
+                        block_stride,
+                        activations + token * activation_stride,
+                        activation_stride,
+                        out + token * out_stride + block * (4 * lanes),
+                        out_stride,
+                        inputs,
+                    )
+                    token += count
+
+    return dense_matmul
+
+
+def _make_dense_embed(format_name: str, isa_name: str, lanes: int) -> Callable[..., Any]:
+    def dense_embed(descriptor, token, out):  # type: ignore[no-untyped-def]
+        block = token // lanes
+        weights = load_field(descriptor, WEIGHTS) + block * load_field(descriptor, BLOCK_STRIDE)
+        dense_row(format_name, isa_name, weights, token - block * lanes, out, load_field(descriptor, INPUTS))
+
+    return dense_embed

@@ -1,0 +1,29 @@
+"""Zeroed memory on cache-line borders, given back to the system untouched until it is written."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvllm.core.errors import CapacityError
+
+LINE_BYTES = 64
+
+
+def aligned_zeros(nbytes: int, purpose: str) -> NDArray[np.uint8]:
+    """`nbytes` zeroed bytes that start on a cache line. Pages take no memory before they are touched.
+
+    Raises:
+        CapacityError: the system refuses; `purpose` is named.
+    """
+    try:
+        memory = np.zeros(nbytes + LINE_BYTES, np.uint8)
+    except MemoryError:
+        raise CapacityError(f"{purpose}, bytes", needed=nbytes, available=0) from None
+    start = -memory.ctypes.data % LINE_BYTES
+    return memory[start : start + nbytes]
+
+
+def round_up(nbytes: int, multiple: int = LINE_BYTES) -> int:
+    """The smallest multiple that is not below `nbytes`."""
+    return -(-nbytes // multiple) * multiple

@@ -1,0 +1,260 @@
+"""The compiled function of every kind of instruction, and the loop that runs a program.
+
+A function takes the addresses of an instruction and of the calling thread's worker record, does this thread's
+share of the work, and returns; the loop sees to the barriers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mvllm.backends.cpu import elementwise
+from mvllm.backends.cpu.atomics import atomic_add
+from mvllm.backends.cpu.attention import ITEM_FIELDS, ROW, attend_item, attention_at, store_keys_values
+from mvllm.backends.cpu.attention_plan import step_at
+from mvllm.backends.cpu.jit import kernel, native_function
+from mvllm.backends.cpu.linear import embed_row, matmul, quantize_row
+from mvllm.backends.cpu.memory import LINE_BYTES
+from mvllm.backends.cpu.pointers import call_operation, i32_at, i64_at, record_at
+from mvllm.backends.cpu.program import Kind
+from mvllm.backends.cpu.sampler import sample_rows
+from mvllm.backends.cpu.tables import (
+    EMBED,
+    GATE,
+    INSTRUCTION,
+    LINEAR,
+    NORM,
+    ROTATE,
+    SCALAR,
+    Domain,
+    Epilogue,
+)
+from mvllm.backends.cpu.team import control_at, meet, worker_at
+
+_TOKENS = int(Domain.TOKENS)
+_ADD, _SILU, _GELU_TANH, _SOFT_CAP = (
+    int(e) for e in (Epilogue.ADD, Epilogue.SILU, Epilogue.GELU_TANH, Epilogue.SOFT_CAP)
+)
+_INSTRUCTION_BYTES = INSTRUCTION.itemsize
+
+instruction_at = record_at(INSTRUCTION)
+embed_at, norm_at, linear_at, rotate_at, scalar_at, gate_at = (
+    record_at(table) for table in (EMBED, NORM, LINEAR, ROTATE, SCALAR, GATE)
+)
+
+
+@kernel("int64(int64)")
+def _step_of(worker: Any) -> Any:
+    return control_at(worker_at(worker).control).argument
+
+
+@kernel("int64(int64, int64)")
+def _num_rows(instruction: Any, worker: Any) -> Any:
+    step = step_at(_step_of(worker))
+    return step.num_tokens if instruction_at(instruction).domain == _TOKENS else step.num_logit_rows
+
+
+@kernel("UniTuple(int64, 2)(int64, int64)")
+def _share_of_rows(instruction: Any, worker: Any) -> Any:
+    """The rows [first, last) that this thread works on."""
+    w, rows = worker_at(worker), _num_rows(instruction, worker)
+    if rows == 1 and instruction_at(instruction).replicated:
+        return 0, 1
+    return rows * w.thread // w.threads, rows * (w.thread + 1) // w.threads
+
+
+@kernel("UniTuple(int64, 3)(int64, int64)")
+def _matrices(instruction: Any, worker: Any) -> Any:
+    """Addresses of the input, the other input and the output: of the thread's own copies where it has them."""
+    i, thread = instruction_at(instruction), worker_at(worker).thread
+    if _num_rows(instruction, worker) != 1:
+        return i.input.address, i.other.address, i.output.address
+    return (
+        i.input.address + i.input.private * thread * i.input.stride,
+        i.other.address + i.other.private * thread * i.other.stride,
+        i.output.address + i.output.private * thread * i.output.stride,
+    )
+
+
+def _embed(instruction: Any, worker: Any) -> None:
+    i, tokens = instruction_at(instruction), i32_at(step_at(_step_of(worker)).tokens)
+    descriptor = embed_at(i.parameters).descriptor
+    first, last = _share_of_rows(instruction, worker)
+    for row in range(first, last):
+        embed_row(descriptor, tokens[row], i.output.address + row * i.output.stride)
+
+
+def _norm(instruction: Any, worker: Any) -> None:
+    i = instruction_at(instruction)
+    p = norm_at(i.parameters)
+    first, last = _share_of_rows(instruction, worker)
+    source, _, target = _matrices(instruction, worker)
+    for row in range(first, last):
+        for start in range(0, 4 * i.width, 4 * p.group):
+            x = source + row * i.input.stride + start
+            elementwise.rms_norm(x, p.gain, p.eps, target + row * i.output.stride + start, p.group)
+
+
+def _quantize(instruction: Any, worker: Any) -> None:
+    i = instruction_at(instruction)
+    first, last = _share_of_rows(instruction, worker)
+    source, _, target = _matrices(instruction, worker)
+    for row in range(first, last):
+        quantize_row(source + row * i.input.stride, target + row * i.output.stride, i.width)
+
+
+def _linear(instruction: Any, worker: Any) -> None:
+    i, w, rows = instruction_at(instruction), worker_at(worker), _num_rows(instruction, worker)
+    p = linear_at(i.parameters)
+    first, last = p.blocks * w.thread // w.threads, p.blocks * (w.thread + 1) // w.threads
+    source, other, target = _matrices(instruction, worker)
+    matmul(p.descriptor, source, i.input.stride, target, i.output.stride, rows, first, last)
+    start, width = 4 * first * p.lanes, (last - first) * p.lanes
+    for row in range(rows):
+        out = target + row * i.output.stride + start
+        operand = other + row * i.other.stride + start
+        if p.bias != 0:
+            elementwise.add(out, p.bias + start, out, width)
+        if p.epilogue == _ADD:
+            elementwise.add(operand, out, out, width)
+        elif p.epilogue == _SILU or p.epilogue == _GELU_TANH:
+            elementwise.gate(p.epilogue, operand, out, out, width)
+        elif p.epilogue == _SOFT_CAP:
+            elementwise.cap_softly(out, p.cap, out, width)
+
+
+def _rotate(instruction: Any, worker: Any) -> None:
+    i, positions = instruction_at(instruction), i32_at(step_at(_step_of(worker)).positions)
+    p = rotate_at(i.parameters)
+    first, last = _share_of_rows(instruction, worker)
+    for row in range(first, last):
+        angle = positions[row] * p.half * 4
+        for start in range(0, 4 * i.width, 8 * p.half):
+            x = i.input.address + row * i.input.stride + start
+            out = i.output.address + row * i.output.stride + start
+            elementwise.rotate(x, p.cos + angle, p.sin + angle, out, p.half)
+
+
+def _store_kv(instruction: Any, worker: Any) -> None:
+    i, slots = instruction_at(instruction), i32_at(step_at(_step_of(worker)).slots)
+    first, last = _share_of_rows(instruction, worker)
+    for row in range(first, last):
+        keys = i.input.address + row * i.input.stride
+        store_keys_values(i.parameters, slots[row], keys, i.other.address + row * i.other.stride)
+
+
+def _attend(instruction: Any, worker: Any) -> None:
+    i, w, step = instruction_at(instruction), worker_at(worker), step_at(_step_of(worker))
+    counter = step.next_item + LINE_BYTES * attention_at(i.parameters).counter
+    scratch = step.scratch + w.thread * step.scratch_stride
+    number = atomic_add(counter, 1)
+    while number < step.num_items:
+        item = step.items + 8 * ITEM_FIELDS * number
+        row = i64_at(item)[ROW]
+        attend_item(
+            i.parameters,
+            item,
+            i32_at(step.row_starts)[row],
+            step.positions,
+            step.block_tables + 4 * row * step.table_width,
+            i.input.address,
+            i.output.address,
+            i.output.stride,
+            scratch,
+        )
+        number = atomic_add(counter, 1)
+
+
+def _gate(instruction: Any, worker: Any) -> None:
+    i = instruction_at(instruction)
+    activation = gate_at(i.parameters).epilogue
+    first, last = _share_of_rows(instruction, worker)
+    for row in range(first, last):
+        gates = i.input.address + row * i.input.stride
+        ups = i.other.address + row * i.other.stride
+        elementwise.gate(activation, gates, ups, i.output.address + row * i.output.stride, i.width)
+
+
+def _add(instruction: Any, worker: Any) -> None:
+    i = instruction_at(instruction)
+    first, last = _share_of_rows(instruction, worker)
+    for row in range(first, last):
+        x = i.input.address + row * i.input.stride
+        y = i.other.address + row * i.other.stride
+        elementwise.add(x, y, i.output.address + row * i.output.stride, i.width)
+
+
+def _scale(instruction: Any, worker: Any) -> None:
+    i = instruction_at(instruction)
+    factor = scalar_at(i.parameters).value
+    first, last = _share_of_rows(instruction, worker)
+    for row in range(first, last):
+        x = i.input.address + row * i.input.stride
+        elementwise.scale(x, factor, i.output.address + row * i.output.stride, i.width)
+
+
+def _soft_cap(instruction: Any, worker: Any) -> None:
+    i = instruction_at(instruction)
+    cap = scalar_at(i.parameters).value
+    first, last = _share_of_rows(instruction, worker)
+    for row in range(first, last):
+        x = i.input.address + row * i.input.stride
+        elementwise.cap_softly(x, cap, i.output.address + row * i.output.stride, i.width)
+
+
+def _take(instruction: Any, worker: Any) -> None:
+    i, chosen = instruction_at(instruction), i32_at(step_at(_step_of(worker)).logit_rows)
+    first, last = _share_of_rows(instruction, worker)
+    _, _, target = _matrices(instruction, worker)
+    for row in range(first, last):
+        x = i.input.address + chosen[row] * i.input.stride
+        elementwise.copy(x, target + row * i.output.stride, i.width)
+
+
+def _sample(instruction: Any, worker: Any) -> None:
+    first, last = _share_of_rows(instruction, worker)
+    sample_rows(step_at(_step_of(worker)).sampling, first, last, worker_at(worker).thread)
+
+
+_FUNCTIONS: dict[Kind, Callable[[Any, Any], None]] = {
+    Kind.EMBED: _embed,
+    Kind.NORM: _norm,
+    Kind.QUANTIZE: _quantize,
+    Kind.LINEAR: _linear,
+    Kind.ROTATE: _rotate,
+    Kind.STORE_KV: _store_kv,
+    Kind.ATTEND: _attend,
+    Kind.GATE: _gate,
+    Kind.ADD: _add,
+    Kind.SCALE: _scale,
+    Kind.SOFT_CAP: _soft_cap,
+    Kind.TAKE: _take,
+    Kind.SAMPLE: _sample,
+}
+
+
+def _run_program(step_address: Any, worker: Any) -> None:
+    step = step_at(step_address)
+    for index in range(step.num_instructions):
+        instruction = step.instructions + index * _INSTRUCTION_BYTES
+        i = instruction_at(instruction)
+        if i.barriers >> step.regime & 1:
+            meet(worker)
+        call_operation(i.function, instruction, worker)
+
+
+@functools.cache
+def _compiled(function: Callable[[Any, Any], None]) -> Any:
+    return native_function("void(int64, int64)", function)
+
+
+def address_of(kind: Kind) -> int:
+    """Address of the code for a kind of instruction, compiled on first use and kept for the process."""
+    return int(_compiled(_FUNCTIONS[kind]).address)
+
+
+def program_runner() -> int:
+    """Address of the job that runs the program of a `STEP`."""
+    return int(_compiled(_run_program).address)

@@ -1,0 +1,327 @@
+"""Products with quantized weights, for every format of `layout.QUANTIZED` and every instruction set.
+
+A tile is one row block times a few tokens. Per group of 32 inputs it unpacks the weights' codes once, forms
+the exact integer dot products with each token's 8-bit codes, and carries one float32 accumulator per output:
+
+    sum = fma(float(dot), scale * activation_scale, sum)        one scale per group
+    sum = fma(float(low dot) * low scale + float(high dot) * high scale, activation_scale, sum)    two
+    sum = fma(bias, activation_scale * sum of codes, sum)       with a bias
+
+Groups ascend. Hence an output's value does not depend on the tile, the batch or the row range it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mvllm.backends.cpu.isa import ISAS, Isa, half_to_float, prefetch_distance
+from mvllm.backends.cpu.layout import (
+    ACTIVATION_RECORD_BYTES,
+    GROUP,
+    MINUS_LOW_SUM_OFFSET,
+    MINUS_SUM_OFFSET,
+    QUADS,
+    QUANTIZED,
+    SCALE_OFFSET,
+    SCALED_SUM_OFFSET,
+    QuantLayout,
+)
+from mvllm.backends.cpu.vector import (
+    F16,
+    F32,
+    I8,
+    I32,
+    I64,
+    Emitter,
+    Value,
+    constant,
+    emit_for_count,
+    emitted,
+    vector,
+)
+
+# Rounding to the nearest integer, ties to even: adding this leaves the integer in the low mantissa bits.
+_ROUNDER = 1.5 * 2.0**23
+_ROUNDER_BITS = 0x4B400000
+_SMALLEST_MAXIMUM = 2.0**-120  # below it 127 / maximum could overflow; such a group counts as zeros
+
+
+def load_codes(emitter: Emitter, layout: QuantLayout, planes: list[Value]) -> list[Value]:
+    """The eight quads of a group as vectors of uint8 codes, from its code planes (see `layout`)."""
+    if layout.bits == 8:
+        return planes
+    nibbles = QUADS // 2
+    codes = [_bits(emitter, plane, 0, 0x0F) for plane in planes[:nibbles]]
+    codes += [_bits(emitter, plane, 4, 0x0F) for plane in planes[:nibbles]]
+    if layout.high_bits == 0:
+        return codes
+    quads_per_plane = 8 // layout.high_bits
+    mask = ((1 << layout.high_bits) - 1) << 4
+    for quad in range(QUADS):
+        plane = planes[nibbles + quad // quads_per_plane]
+        position = quad % quads_per_plane * layout.high_bits
+        codes[quad] = emitter.builder.or_(codes[quad], _bits(emitter, plane, position - 4, mask))
+    return codes
+
+
+def _bits(emitter: Emitter, bytes_: Value, right: int, mask: int) -> Value:
+    """(bytes >> right) & mask per byte; a negative `right` shifts left."""
+    builder, count = emitter.builder, bytes_.type.count
+    words = builder.bitcast(bytes_, vector(I32, count // 4))
+    if right:
+        shift = builder.lshr if right > 0 else builder.shl
+        words = shift(words, constant(I32, count // 4, abs(right)))
+    return builder.and_(builder.bitcast(words, bytes_.type), constant(I8, count, mask))
+
+
+class _Factors:
+    """Loads the float32 scales and biases of groups, for `count` adjacent lanes starting at `lane`.
+
+    `lane` is an index (int64 value) for a single row, or None for all lanes.
+    """
+
+    def __init__(self, emitter: Emitter, isa: Isa, layout: QuantLayout, lane: Value | None) -> None:
+        self._emitter, self._isa, self._layout = emitter, isa, layout
+        self._lane = lane
+        self._count = isa.lanes if lane is None else 1
+
+    def header(self, superblock: Value) -> list[Value]:
+        """Super scale and, with a bias, super bias; empty if the format isn't factored."""
+        if not self._layout.factored:
+            return []
+        offsets = [0, 2 * self._isa.lanes] if self._layout.has_bias else [0]
+        return [self._half(superblock, offset) for offset in offsets]
+
+    def scales(self, header: list[Value], group: Value) -> list[Value]:
+        """One scale, or two for the low and the high half of the group."""
+        if not self._layout.factored:
+            return [self._half(group, 0)]
+        offsets = [index * self._isa.lanes for index in range(self._layout.scales)]
+        return [self._emitter.builder.fmul(header[0], self._small(group, offset)) for offset in offsets]
+
+    def bias(self, header: list[Value], group: Value) -> Value | None:
+        if not self._layout.has_bias:
+            return None
+        offset = self._layout.bias_offset(self._isa.lanes)
+        if not self._layout.factored:
+            return self._half(group, offset)
+        return self._emitter.builder.fmul(header[1], self._small(group, offset))
+
+    def _half(self, record: Value, offset: int) -> Value:
+        half = self._emitter.load(vector(F16, self._count), self._at(record, 2), offset)
+        return half_to_float(self._emitter, self._isa, half)
+
+    def _small(self, record: Value, offset: int) -> Value:
+        builder = self._emitter.builder
+        small = self._emitter.load(vector(I8, self._count), self._at(record, 1), offset)
+        return builder.sitofp(builder.sext(small, vector(I32, self._count)), vector(F32, self._count))
+
+    def _at(self, record: Value, size: int) -> Value:
+        if self._lane is None:
+            return record
+        return self._emitter.offset(record, self._emitter.times(self._lane, size))
+
+
+def _for_each_group(
+    emitter: Emitter,
+    isa: Isa,
+    layout: QuantLayout,
+    factors: _Factors,
+    weights: Value,
+    groups: Value,
+    carried: list[Value],
+    body: Callable[[Value, list[Value], Value, list[Value]], list[Value]],
+) -> list[Value]:
+    """`carried = body(group record, header, group index, carried)` for every group of a row block."""
+    group_bytes = layout.group_bytes(isa.lanes)
+    if not layout.factored:
+
+        def plain(index: Value, values: list[Value]) -> list[Value]:
+            return body(emitter.offset(weights, emitter.times(index, group_bytes)), [], index, values)
+
+        return emitter.loop(groups, carried, plain)
+
+    def superblock(outer: Value, values: list[Value]) -> list[Value]:
+        start = emitter.offset(weights, emitter.times(outer, layout.superblock_bytes(isa.lanes)))
+        header = factors.header(start)
+        first = emitter.offset(start, layout.header_bytes(isa.lanes))
+        before = emitter.times(outer, layout.superblock)
+
+        def group(inner: Value, values: list[Value]) -> list[Value]:
+            record = emitter.offset(first, emitter.times(inner, group_bytes))
+            return body(record, header, emitter.offset(before, inner), values)
+
+        return emitter.loop(I64(layout.superblock), values, group)
+
+    return emitter.loop(emitter.builder.sdiv(groups, I64(layout.superblock)), carried, superblock)
+
+
+def emit_tile(
+    emitter: Emitter,
+    isa: Isa,
+    layout: QuantLayout,
+    tokens: int,
+    weights: Value,
+    activations: Value,
+    activation_stride: Value,
+    out: Value,
+    out_stride: Value,
+    groups: Value,
+) -> None:
+    """out[token, lane] of one row block and `tokens` tokens; strides in bytes, `groups` of 32 inputs."""
+    factors = _Factors(emitter, isa, layout, lane=None)
+    rows = [emitter.offset(activations, emitter.times(activation_stride, I64(t))) for t in range(tokens)]
+    code_vector = vector(I8, 4 * isa.lanes)
+    codes_offset = layout.codes_offset(isa.lanes)
+    ahead = prefetch_distance(tokens)
+
+    def group(record: Value, header: list[Value], index: Value, sums: list[Value]) -> list[Value]:
+        emitter.prefetch(record, ahead, layout.group_bytes(isa.lanes))
+        planes = [
+            emitter.load(code_vector, record, codes_offset + plane * 4 * isa.lanes)
+            for plane in range(layout.planes)
+        ]
+        codes = load_codes(emitter, layout, planes)
+        scales, bias = factors.scales(header, record), factors.bias(header, record)
+        position = emitter.times(index, ACTIVATION_RECORD_BYTES)
+        return [
+            emitter.pin(
+                _accumulate(emitter, isa, layout, codes, scales, bias, emitter.offset(row, position), sum_),
+                isa.register if tokens > 1 else None,
+            )
+            for row, sum_ in zip(rows, sums, strict=True)
+        ]
+
+    zeros = [constant(F32, isa.lanes, 0.0)] * tokens
+    sums = _for_each_group(emitter, isa, layout, factors, weights, groups, zeros, group)
+    for token, sum_ in enumerate(sums):
+        emitter.store(sum_, emitter.offset(out, emitter.times(out_stride, I64(token))))
+
+
+def _accumulate(
+    emitter: Emitter,
+    isa: Isa,
+    layout: QuantLayout,
+    codes: list[Value],
+    scales: list[Value],
+    bias: Value | None,
+    activation: Value,
+    sum_: Value,
+) -> Value:
+    """`sum_` plus one group's product with one token (formula above)."""
+    builder, lanes = emitter.builder, isa.lanes
+    floats = vector(F32, lanes)
+    dots = [builder.sitofp(dot, floats) for dot in _group_dots(emitter, isa, layout, codes, activation)]
+    scale = emitter.load_splat(F32, lanes, activation, SCALE_OFFSET)
+    if len(dots) == 1:
+        sum_ = emitter.fma(dots[0], builder.fmul(scales[0], scale), sum_)
+    else:
+        sum_ = emitter.fma(emitter.fma(dots[1], scales[1], builder.fmul(dots[0], scales[0])), scale, sum_)
+    if bias is not None:
+        sum_ = emitter.fma(bias, emitter.load_splat(F32, lanes, activation, SCALED_SUM_OFFSET), sum_)
+    return sum_
+
+
+def _group_dots(
+    emitter: Emitter, isa: Isa, layout: QuantLayout, codes: list[Value], activation: Value
+) -> list[Value]:
+    """The group's integer dot product, or those of its halves if each half has a scale."""
+    minus_sum = emitter.load_splat(I32, isa.lanes, activation, MINUS_SUM_OFFSET)
+    if layout.scales == 1:
+        return [isa.dot(emitter, codes, activation, layout.bits, layout.zero, minus_sum)]
+    minus_low = emitter.load_splat(I32, isa.lanes, activation, MINUS_LOW_SUM_OFFSET)
+    minus_high = emitter.builder.sub(minus_sum, minus_low)
+    half = QUADS // 2
+    high = emitter.offset(activation, GROUP // 2)
+    return [
+        isa.dot(emitter, codes[:half], activation, layout.bits, layout.zero, minus_low),
+        isa.dot(emitter, codes[half:], high, layout.bits, layout.zero, minus_high),
+    ]
+
+
+def emit_row(
+    emitter: Emitter, isa: Isa, layout: QuantLayout, weights: Value, lane: Value, out: Value, groups: Value
+) -> None:
+    """Exact values of row `lane` of a row block as float32, by the format's own definition."""
+    builder = emitter.builder
+    factors = _Factors(emitter, isa, layout, lane)
+    plane_bytes = 4 * isa.lanes
+    floats, ints = vector(F32, 4), vector(I32, 4)
+
+    def group(record: Value, header: list[Value], index: Value, carried: list[Value]) -> list[Value]:
+        row = emitter.offset(record, emitter.times(lane, 4), layout.codes_offset(isa.lanes))
+        planes = [emitter.load(vector(I8, 4), row, plane * plane_bytes) for plane in range(layout.planes)]
+        scales = [emitter.shuffle(scale, [0] * 4) for scale in factors.scales(header, record)]
+        bias = factors.bias(header, record)
+        target = emitter.offset(out, emitter.times(index, 4 * GROUP))
+        for quad, code in enumerate(load_codes(emitter, layout, planes)):
+            centred = builder.sub(builder.zext(code, ints), constant(I32, 4, layout.zero))
+            value = builder.fmul(builder.sitofp(centred, floats), scales[quad * len(scales) // QUADS])
+            if bias is not None:
+                value = builder.fadd(value, emitter.shuffle(bias, [0] * 4))
+            emitter.store(value, target, 16 * quad)
+        return []
+
+    _for_each_group(emitter, isa, layout, factors, weights, groups, [], group)
+
+
+def emit_quantize(emitter: Emitter, x: Value, records: Value, groups: Value) -> None:
+    """float32[groups * 32] at x -> activation records (see `layout`); scales amax / 127, ties to even.
+
+    An infinite or NaN input makes its group's scale infinite or NaN, and so the products.
+    """
+    builder = emitter.builder
+    ints, floats = vector(I32, GROUP), vector(F32, GROUP)
+
+    def group(index: Value, carried: list[Value]) -> list[Value]:
+        values = emitter.load(floats, x, emitter.times(index, 4 * GROUP))
+        record = emitter.offset(records, emitter.times(index, ACTIVATION_RECORD_BYTES))
+        # As integers the bits of magnitudes order like the magnitudes, with NaN above infinity.
+        magnitudes = builder.and_(builder.bitcast(values, ints), constant(I32, GROUP, 0x7FFFFFFF))
+        maximum = builder.bitcast(
+            emitter.reduce(lambda a, b: builder.select(builder.icmp_signed(">", a, b), a, b), magnitudes), F32
+        )
+        scale = builder.fdiv(maximum, F32(127.0))
+        usable = builder.fcmp_ordered(">", maximum, F32(_SMALLEST_MAXIMUM))
+        inverse = builder.select(usable, builder.fdiv(F32(127.0), maximum), F32(0.0))
+        scaled = builder.fmul(values, emitter.splat(inverse, GROUP))
+        rounded = builder.bitcast(builder.fadd(scaled, constant(F32, GROUP, _ROUNDER)), ints)
+        codes = builder.sub(rounded, constant(I32, GROUP, _ROUNDER_BITS))
+        low = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2)))
+        high = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2, GROUP)))
+        total = builder.add(low, high)
+        emitter.store(builder.trunc(codes, vector(I8, GROUP)), record)
+        emitter.store(scale, record, SCALE_OFFSET)
+        emitter.store(builder.fmul(scale, builder.sitofp(total, F32)), record, SCALED_SUM_OFFSET)
+        emitter.store(builder.neg(total), record, MINUS_SUM_OFFSET)
+        emitter.store(builder.neg(low), record, MINUS_LOW_SUM_OFFSET)
+        return []
+
+    emitter.loop(groups, [], group)
+
+
+def _emit_multiply(
+    emitter: Emitter, format_name: str, isa_name: str, tokens: Value, *addresses_and_sizes: Value
+) -> None:
+    isa = ISAS[isa_name]
+    emit_for_count(
+        emitter,
+        tokens,
+        isa.max_tokens,
+        lambda count: emit_tile(emitter, isa, QUANTIZED[format_name], count, *addresses_and_sizes),
+    )
+
+
+def _emit_dequantize(emitter: Emitter, format_name: str, isa_name: str, *addresses_and_sizes: Value) -> None:
+    emit_row(emitter, ISAS[isa_name], QUANTIZED[format_name], *addresses_and_sizes)
+
+
+multiply_tile = emitted(_emit_multiply, 7, num_names=2)
+"""`emit_tile` as (format name, ISA name, tokens, weights, activations, activation_stride, out, out_stride,
+groups), for 1 <= tokens <= the instruction set's `max_tokens`."""
+
+dequantize_row = emitted(_emit_dequantize, 4, num_names=2)
+"""`emit_row` as (format name, ISA name, weights, lane, out, groups)."""
+
+quantize_groups = emitted(emit_quantize, 3)
+"""`emit_quantize` as (x, records, groups)."""

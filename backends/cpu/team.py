@@ -1,0 +1,213 @@
+"""A team of threads that runs one compiled job together, over and over.
+
+States of a worker thread:
+
+    spinning --(no call for about a millisecond)--> asleep      (in Python, on a semaphore; burns no core)
+    spinning --(call number changes)--> working --> spinning
+    asleep   --(caller takes its sleep flag and releases the semaphore)--> working
+
+The caller works too, as thread 0. Threads meet at barriers inside the job and once more at its end, so a job
+never overlaps the next one. Words shared between threads lie on cache lines of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvllm.backends.cpu.atomics import atomic_add, atomic_exchange, atomic_load, back_off
+from mvllm.backends.cpu.jit import kernel
+from mvllm.backends.cpu.memory import aligned_zeros
+from mvllm.backends.cpu.pointers import call_operation, i64_at, record_at
+
+_LINE = 64  # bytes of a cache line
+
+CONTROL = np.dtype(
+    {
+        "names": ["call", "arrivals", "closed", "job", "argument", "threads"],
+        "formats": [np.int64] * 6,
+        "offsets": [0, _LINE, 2 * _LINE, 3 * _LINE, 3 * _LINE + 8, 3 * _LINE + 16],
+        "itemsize": 4 * _LINE,
+    }
+)
+"""Shared words: number of the current call, arrivals at barriers so far, whether the team is closed; and what to
+run. `arrivals` only grows, so no thread has to reset what another still reads."""
+
+WORKER = np.dtype(
+    {
+        "names": ["thread", "threads", "control", "meetings", "call", "asleep"],
+        "formats": [np.int64] * 6,
+        "offsets": [0, 8, 16, 24, 32, _LINE],
+        "itemsize": 2 * _LINE,
+    }
+)
+"""One thread's own words: its number, its barriers and calls so far, and the flag "asleep" (1: the thread waits on
+its semaphore or is about to; whoever changes it back to 0 decides whether the semaphore is released)."""
+
+_ARRIVALS, _CLOSED, _ASLEEP = _LINE, 2 * _LINE, _LINE  # offsets, for the atomic operations
+_WORKER_BYTES = WORKER.itemsize
+
+_IDLE_TRIES = 2300  # of back_off before a worker goes to sleep: all spins, all yields, some short sleeps
+_SLEEP, _CLOSE = 0, 1  # why `serve` returned
+
+control_at = record_at(CONTROL)
+worker_at = record_at(WORKER)
+
+
+@kernel("void(int64)")
+def meet(worker_address: Any) -> Any:
+    """Wait until every thread of the team is here."""
+    worker = worker_at(worker_address)
+    if worker.threads == 1:
+        return
+    worker.meetings += 1
+    target = worker.meetings * worker.threads
+    arrivals = worker.control + _ARRIVALS
+    if atomic_add(arrivals, 1) + 1 >= target:
+        return
+    tries = 0
+    while atomic_load(arrivals) < target:
+        back_off(tries)
+        tries += 1
+
+
+@kernel("void(int64)")
+def _work(worker_address: Any) -> Any:
+    control = control_at(worker_at(worker_address).control)
+    call_operation(control.job, control.argument, worker_address)
+    meet(worker_address)
+
+
+@kernel("int64(int64)")
+def _serve(worker_address: Any) -> Any:
+    """Work at every call until idle for long (_SLEEP) or until the team is closed (_CLOSE)."""
+    worker = worker_at(worker_address)
+    tries = 0
+    while True:
+        if atomic_load(worker.control + _CLOSED) != 0:
+            return _CLOSE
+        if atomic_load(worker.control) != worker.call:
+            worker.call += 1
+            _work(worker_address)
+            tries = 0
+        elif tries < _IDLE_TRIES:
+            back_off(tries)
+            tries += 1
+        else:
+            atomic_exchange(worker_address + _ASLEEP, 1)
+            # A call may have come before the flag was seen. If the flag is still ours, nobody will wake us.
+            called = atomic_load(worker.control) != worker.call or atomic_load(worker.control + _CLOSED) != 0
+            if not called or atomic_exchange(worker_address + _ASLEEP, 0) == 0:
+                return _SLEEP
+            tries = 0
+
+
+@kernel("int64(int64, int64, int64)")
+def _wake(workers: Any, threads: Any, sleepers: Any) -> Any:
+    """Take the sleep flags that are set; returns how many and writes the threads' numbers to int64 `sleepers`."""
+    found = 0
+    for thread in range(1, threads):
+        if atomic_exchange(workers + thread * _WORKER_BYTES + _ASLEEP, 0) == 1:
+            i64_at(sleepers)[found] = thread
+            found += 1
+    return found
+
+
+@kernel("int64(int64, int64, int64)")
+def _start_call(control_address: Any, workers: Any, sleepers: Any) -> Any:
+    atomic_add(control_address, 1)
+    return _wake(workers, control_at(control_address).threads, sleepers)
+
+
+@kernel("int64(int64, int64, int64)")
+def _start_close(control_address: Any, workers: Any, sleepers: Any) -> Any:
+    atomic_exchange(control_address + _CLOSED, 1)
+    return _wake(workers, control_at(control_address).threads, sleepers)
+
+
+class _Crew:
+    """The shared words, semaphores and threads of a team within one process.
+
+    Owns them; holds no reference to the team, so that a forgotten team can be collected while its threads live.
+    """
+
+    def __init__(self, threads: int, job: int) -> None:
+        self._words = aligned_zeros(CONTROL.itemsize, "control words")
+        self._worker_words = aligned_zeros(WORKER.itemsize * threads, "worker words")
+        self._sleepers: NDArray[np.int64] = np.zeros(threads, np.int64)
+        self.control = self._words.ctypes.data
+        self.workers = self._worker_words.ctypes.data
+        self._record = self._words.view(CONTROL)
+        self._record["job"], self._record["threads"] = job, threads
+        workers = self._worker_words.view(WORKER)
+        workers["thread"] = np.arange(threads)
+        workers["threads"], workers["control"] = threads, self.control
+        self._semaphores = [threading.Semaphore(0) for _ in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._live, args=(thread,), name=f"mvllm-cpu-{thread}", daemon=True)
+            for thread in range(1, threads)
+        ]
+        self.process = os.getpid()
+        for worker in self._threads:
+            worker.start()
+
+    def _live(self, thread: int) -> None:
+        while _serve(self.workers + thread * WORKER.itemsize) == _SLEEP:
+            self._semaphores[thread].acquire()
+
+    def run(self, argument: int) -> None:
+        self._record["argument"] = argument
+        self._release(_start_call(self.control, self.workers, self._sleepers.ctypes.data))
+        _work(self.workers)
+
+    def close(self) -> None:
+        """End and join the threads; in a forked child there are none."""
+        if os.getpid() != self.process:
+            return
+        self._release(_start_close(self.control, self.workers, self._sleepers.ctypes.data))
+        for worker in self._threads:
+            worker.join()
+
+    def _release(self, num_sleepers: int) -> None:
+        for thread in self._sleepers[:num_sleepers]:
+            self._semaphores[thread].release()
+
+
+class Team:
+    """Runs a job on a fixed number of threads, the caller's included.
+
+    Owns the threads, which start with the first call and, after a fork, anew in the child; does not own what the
+    job works on. Calls must not overlap. Threads end with `close`, or when the team is collected.
+    """
+
+    def __init__(self, threads: int, job: int) -> None:
+        """`job` is the address of a compiled `void(int64 argument, int64 worker)`; worker is a `WORKER`."""
+        self.threads = threads
+        self._job = job
+        self._crew: _Crew | None = None
+        self._finalizer: weakref.finalize[..., Team] | None = None
+
+    def run(self, argument: int) -> None:
+        """Run job(argument, worker) on every thread; returns when all are done."""
+        crew = self._crew
+        if crew is None or crew.process != os.getpid():
+            crew = self._assemble()
+        crew.run(argument)
+
+    def close(self) -> None:
+        """End the threads; a later `run` starts new ones. Idempotent."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._crew = self._finalizer = None
+
+    def _assemble(self) -> _Crew:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        crew = self._crew = _Crew(self.threads, self._job)
+        self._finalizer = weakref.finalize(self, crew.close)
+        return crew

@@ -1,0 +1,49 @@
+"""Backends by name, each imported only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mvllm.core.errors import BackendUnavailable, ConfigError
+from mvllm.core.tensor import Backend
+
+
+def _cpu(threads: int | None) -> Backend:
+    from mvllm.backends.cpu.backend import CpuBackend
+
+    return CpuBackend(threads=threads)
+
+
+def _reference(threads: int | None) -> Backend:
+    from mvllm.backends.reference.backend import ReferenceBackend
+
+    return ReferenceBackend()
+
+
+_FACTORIES: dict[str, tuple[Callable[[int | None], Backend], str | None]] = {
+    "cpu": (_cpu, None),
+    "reference": (_reference, None),
+}
+"""name -> (factory, pip extra that brings what it imports)."""
+
+BACKEND_NAMES = ("auto", *_FACTORIES)
+
+
+def create_backend(name: str = "auto", *, threads: int | None = None) -> Backend:
+    """The backend called `name`; "auto" takes the fastest one that can run here.
+
+    Args:
+        threads: worker threads of the cpu backend; None: as many as this process may use.
+
+    Raises:
+        ConfigError: no backend has that name.
+        BackendUnavailable: a library that it needs is missing; the message names the extra.
+    """
+    wanted = "cpu" if name == "auto" else name
+    if wanted not in _FACTORIES:
+        raise ConfigError(f"unknown backend {name!r}; known: {', '.join(BACKEND_NAMES)}")
+    factory, extra = _FACTORIES[wanted]
+    try:
+        return factory(threads)
+    except ImportError as error:
+        raise BackendUnavailable(wanted, str(error), extra=extra) from error

@@ -1,0 +1,62 @@
+"""The `mvllm` command: joins the sub-commands and turns the project's errors into messages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Any
+
+import click
+
+from mvllm.core.errors import MvllmError
+
+_COMMANDS = {
+    "generate": "mvllm.cli.generate:generate",
+    "inspect": "mvllm.cli.inspect:inspect",
+    "models": "mvllm.cli.models:models",
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module only when that command is used, so that `--help` and errors are quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute = _COMMANDS[cmd_name].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MvllmError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(importlib.metadata.version("mvllm-engine"), prog_name="mvllm")
+def cli() -> None:
+    """Run language models on this machine.
+
+    Answers go to standard output, everything else to standard error.
+    """
+
+
+def main() -> None:
+    """Run the command line. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    try:
+        status = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has gone; nothing more can be said to it.
+        sys.stderr.close()
+        sys.exit(141)
+    sys.exit(status or 0)

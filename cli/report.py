@@ -1,0 +1,102 @@
+"""What `mvllm generate` prints besides plain text: JSON lines and statistics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from mvllm.core.request import CompletionOutput, RequestOutput, TokenLogprobs
+
+_MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON can't express."""
+
+
+def json_lines(id: str | int, output: RequestOutput) -> Iterator[str]:
+    """One JSON object per answer."""
+    for completion in output.outputs:
+        fields = {
+            "id": id,
+            "index": completion.index,
+            "text": completion.text,
+            "token_ids": list(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "usage": _usage(output, completion),
+            "timings": _timings(output),
+        }
+        if completion.error is not None:
+            fields["error"] = completion.error
+        if completion.logprobs is not None:
+            fields["cumulative_logprob"] = completion.cumulative_logprob
+            fields["logprobs"] = [_logprob_fields(entry) for entry in completion.logprobs]
+        yield json.dumps(fields, ensure_ascii=False)
+
+
+def _usage(output: RequestOutput, completion: CompletionOutput) -> dict[str, int]:
+    return {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": len(completion.token_ids),
+        "cached_tokens": output.num_cached_tokens,
+    }
+
+
+def _timings(output: RequestOutput) -> dict[str, float | int | None]:
+    metrics = output.metrics
+    first = metrics.time_to_first_token
+    return {
+        "time_to_first_token_s": None if first is None else round(first, 6),
+        "total_s": round(metrics.total_time, 6),
+        "preemptions": metrics.num_preemptions,
+    }
+
+
+def _logprob_fields(entry: TokenLogprobs) -> dict[str, object]:
+    chosen = entry.by_token[entry.token_id]
+    return {
+        "token_id": entry.token_id,
+        "token": chosen.decoded_token,
+        "logprob": max(chosen.logprob, _MIN_LOGPROB),
+        "rank": chosen.rank,
+        "top": [
+            {
+                "token_id": token,
+                "token": value.decoded_token,
+                "logprob": max(value.logprob, _MIN_LOGPROB),
+                "rank": value.rank,
+            }
+            for token, value in entry.by_token.items()
+        ],
+    }
+
+
+def statistics(outputs: Sequence[RequestOutput], wall_seconds: float) -> list[str]:
+    """Lines for --stats. Rates are over all prompts together."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    generated = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    firsts = sorted(
+        output.metrics.time_to_first_token
+        for output in outputs
+        if output.metrics.time_to_first_token is not None
+    )
+    preemptions = sum(output.metrics.num_preemptions for output in outputs)
+    lines = [
+        f"prompt tokens      {prompt} ({cached} from the prefix cache)",
+        f"generated tokens   {generated}",
+    ]
+    if len(outputs) == 1 and firsts:
+        decoded = generated - len(outputs[0].outputs)
+        decode_seconds = outputs[0].metrics.total_time - firsts[0]
+        lines.append(f"time to first token {firsts[0] * 1000:.0f} ms")
+        lines.append(f"prefill            {(prompt - cached) / firsts[0]:.1f} tokens/s")
+        if decoded > 0 and decode_seconds > 0:
+            lines.append(f"decode             {decoded / decode_seconds:.1f} tokens/s")
+    elif firsts:
+        lines.append(
+            f"time to first token {firsts[len(firsts) // 2] * 1000:.0f} ms (median), "
+            f"{firsts[-1] * 1000:.0f} ms (largest)"
+        )
+        lines.append(f"throughput         {generated / wall_seconds:.1f} generated tokens/s")
+    lines.append(f"preemptions        {preemptions}")
+    lines.append(f"wall time          {wall_seconds:.2f} s")
+    return lines

@@ -1,0 +1,90 @@
+"""One engine, shared by any number of threads: whoever waits for an answer makes the next step."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from mvllm.core.engine.collector import OutputCollector
+from mvllm.core.engine.engine import Engine
+from mvllm.core.request import Request
+from mvllm.core.step import Event
+from mvllm.core.types import RequestId
+
+
+class SharedEngine:
+    """Owns the engine and the collectors of the requests in it; every method may be called by any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._collectors: dict[RequestId, OutputCollector] = {}
+        self._events: dict[str, deque[Event]] = {}  # by group, of those who want them one by one
+        self._abandoned: deque[OutputCollector] = deque()
+        self._lock = threading.Lock()
+
+    def submit(
+        self, requests: Sequence[Request], collector: OutputCollector, *, keep_events: bool = False
+    ) -> None:
+        """Start all siblings of one prompt, or none.
+
+        Raises:
+            RequestRejected, ConfigError, EngineClosed: the engine refuses one of them.
+        """
+        with self._lock:
+            self._drop_abandoned()
+            submitted: list[RequestId] = []
+            try:
+                for request in requests:
+                    self.engine.submit(request)
+                    submitted.append(request.id)
+            except BaseException:
+                for id in submitted:
+                    self.engine.cancel(id)
+                raise
+            self._collectors.update((id, collector) for id in submitted)
+            if keep_events:
+                self._events[collector.group_id] = deque()
+
+    def advance(self, collectors: Sequence[OutputCollector]) -> None:
+        """Make one engine step, unless another thread's step has already finished all of `collectors`."""
+        with self._lock:
+            self._drop_abandoned()
+            if all(collector.finished for collector in collectors):
+                return
+            for event in self.engine.step():
+                # A request whose owner has gone away (and cancelled it) has no collector any more.
+                if collector := self._collectors.get(event.id):
+                    collector.apply(event)
+                    if collector.group_id in self._events:
+                        self._events[collector.group_id].append(event)
+
+    def take_event(self, collector: OutputCollector) -> Event | None:
+        """The oldest event kept for a group that has not been taken yet."""
+        with self._lock:
+            events = self._events.get(collector.group_id)
+            return events.popleft() if events else None
+
+    def forget(self, collector: OutputCollector) -> None:
+        """Cancel what still runs of a group and drop all record of it; idempotent."""
+        with self._lock:
+            self._drop(collector)
+
+    def abandon(self, collector: OutputCollector) -> None:
+        """`forget` at the next call of another method; takes no lock, so that a finaliser may call it."""
+        self._abandoned.append(collector)
+
+    def close(self) -> None:
+        """Close the engine; idempotent."""
+        with self._lock:
+            self.engine.close()
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            self._drop(self._abandoned.popleft())
+
+    def _drop(self, collector: OutputCollector) -> None:
+        self._events.pop(collector.group_id, None)
+        for id in collector.request_ids:
+            if self._collectors.pop(id, None) is not None:
+                self.engine.cancel(id)

@@ -1,0 +1,119 @@
+"""Host weights: the concrete `mvllm.core.tensor.Weight`s, views of the file wherever possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvllm.core.load.quantized import FactoredGroups, QuantFormat, dequantize, unpack
+
+_ROWS_AT_ONCE = 1024  # bounds the temporaries of a whole-matrix conversion
+
+DENSE_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+"""NumPy's storage type of each dense format; bfloat16 has none of its own and is kept as its bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenseWeight:
+    """A float32, float16 or bfloat16 tensor.
+
+    `row_order` renames rows: row i of the weight is row `row_order[i]` of `stored`.
+    """
+
+    name: str
+    format_name: str  # "F32", "F16" or "BF16"
+    stored: NDArray[Any]  # float32, float16, or uint16 with bfloat16's bits; of the weight's shape
+    row_order: NDArray[np.intp] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.stored.nbytes
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The stored values in the weight's row order: a view, or a copy if the rows are reordered."""
+        return self.stored if self.row_order is None else self.stored[self.row_order]
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows (or vector elements) [start, stop), exactly widened: a fresh array."""
+        if self.row_order is None:
+            return self._widen(self.stored[start:stop])
+        return self._widen(self.stored[self.row_order[start:stop]])
+
+    def to_float32(self) -> NDArray[np.float32]:
+        """Exact values, as a fresh array of `shape`."""
+        return self.rows(0, self.shape[0])
+
+    def _widen(self, values: NDArray[Any]) -> NDArray[np.float32]:
+        if self.format_name == "BF16":
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A matrix of affine groups, packed as in the file.
+
+    `row_order` renames rows: row i of the weight is row `row_order[i]` of `stored`.
+    """
+
+    name: str
+    format: QuantFormat
+    stored: NDArray[np.uint8]  # [N, bytes_per_row]
+    row_order: NDArray[np.intp] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, row_bytes = self.stored.shape
+        return rows, row_bytes // self.format.block_bytes * self.format.block_size
+
+    @property
+    def format_name(self) -> str:
+        return self.format.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.stored.nbytes
+
+    @property
+    def raw(self) -> NDArray[np.uint8]:
+        """uint8[N, bytes_per_row] in the weight's row order: a view, or a copy if the rows are reordered."""
+        return self.raw_rows(0, self.shape[0])
+
+    def raw_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Packed rows [start, stop): a view, or a copy if the rows are reordered."""
+        if self.row_order is None:
+            return self.stored[start:stop]
+        return self.stored[self.row_order[start:stop]]
+
+    def unpack(self, start: int, stop: int) -> FactoredGroups:
+        """Affine groups of rows [start, stop)."""
+        return unpack(self.format, self.raw_rows(start, stop))
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Exact values of rows [start, stop): a fresh array."""
+        return dequantize(self.unpack(start, stop))
+
+    def to_float32(self) -> NDArray[np.float32]:
+        """Exact values, as a fresh array of `shape`."""
+        values = np.empty(self.shape, np.float32)
+        for start in range(0, self.shape[0], _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, self.shape[0])
+            values[start:stop] = self.rows(start, stop)
+        return values
+
+
+HostWeight = DenseWeight | QuantizedWeight

@@ -1,0 +1,355 @@
+"""The composition root: joins a checkpoint, a tokenizer, a backend and an engine into one object."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mvllm.backends.registry import create_backend
+from mvllm.core.config import EngineConfig, ResolvedConfig, kv_bytes_per_token, resolve
+from mvllm.core.engine.collector import OutputCollector
+from mvllm.core.engine.engine import Engine
+from mvllm.core.engine.shared_engine import SharedEngine
+from mvllm.core.engine.submission import prepare_requests
+from mvllm.core.errors import ConfigError, ModelFileError
+from mvllm.core.load.catalog import DEFAULT_MODEL, ModelStore, Progress, no_progress
+from mvllm.core.load.checkpoint import Checkpoint, load_checkpoint
+from mvllm.core.request import RequestOutput, SamplingParams
+from mvllm.core.step import Event, TokensOut
+from mvllm.core.tensor import Backend, KvGeometry, Model
+from mvllm.core.text.chat_template import render_chat
+from mvllm.core.text.detokenizer import Detokenizer
+from mvllm.core.text.stop import stop_token_ids_for
+from mvllm.core.text.tokenizer import Tokenizer
+from mvllm.core.types import TokenId
+
+Prompt = str | Sequence[TokenId] | Mapping[str, Any]
+"""Text, token ids, or vLLM's form {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ...}"""
+
+
+def default_cache_dir() -> Path:
+    """Where models and compiled kernels are kept: $MVLLM_CACHE, or mvllm/ in the user's cache folder."""
+    if chosen := os.environ.get("MVLLM_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mvllm"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mvllm"
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """A piece of one of the `n` answers; the last one of each has its finish reason."""
+
+    index: int
+    text: str
+    token_ids: tuple[TokenId, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None  # why finish_reason is "error"
+
+
+class Stream(Iterator[StreamChunk]):
+    """The pieces of one prompt's answers as they come. Closing it, or dropping it, cancels the request."""
+
+    def __init__(self, engine: SharedEngine, collector: OutputCollector) -> None:
+        self._engine = engine
+        self._collector = collector
+
+    def __next__(self) -> StreamChunk:
+        while True:
+            event = self._engine.take_event(self._collector)
+            if event is not None:
+                return _chunk(self._collector.index_of(event.id), event)
+            if self._collector.finished:
+                self.close()
+                raise StopIteration
+            self._engine.advance([self._collector])
+
+    def close(self) -> None:
+        """Cancel what still runs; idempotent."""
+        self._engine.forget(self._collector)
+
+    def __del__(self) -> None:
+        self._engine.abandon(self._collector)
+
+    def output(self) -> RequestOutput:
+        """Everything that has come so far."""
+        return self._collector.output()
+
+
+class LLM:
+    """A loaded model, ready to generate.
+
+    Owns the engine and shares its steps: any number of threads may call `generate`, `chat` and `stream`
+    at once, and their requests run in one continuous batch. Use as a context manager, or call `close`.
+
+    Args:
+        model: a .gguf file, a Hugging Face folder, a catalog name or a hub repository (fetched if missing).
+        backend: "auto", "cpu" or "reference", or a `Backend` object.
+        threads: worker threads of the cpu backend; None: as many as this process may use.
+        config: engine settings; single ones may be given as keywords instead (`max_model_len=2048`).
+        mmap: map the weights from the file (True) or read them into memory.
+        cache_dir: where fetched models are kept.
+        progress: called during a download.
+        allow_unknown_pretokenizer: load a GGUF file whose pre-tokenizer is not known, at the risk of wrong
+            token ids.
+
+    Raises:
+        ModelFileError, DownloadError, BackendUnavailable, ConfigError: the message says what to do.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        backend: str | Backend = "auto",
+        threads: int | None = None,
+        config: EngineConfig | None = None,
+        mmap: bool = True,
+        cache_dir: Path | None = None,
+        progress: Progress = no_progress,
+        allow_unknown_pretokenizer: bool = False,
+        **engine_settings: Any,
+    ) -> None:
+        self.config_asked = _join_config(config, engine_settings)
+        path = ModelStore(cache_dir or default_cache_dir()).resolve(str(model), progress)
+        self.checkpoint: Checkpoint = load_checkpoint(path, mmap=mmap)
+        self.tokenizer = Tokenizer.from_assets(
+            self.checkpoint.text, allow_unknown_pretokenizer=allow_unknown_pretokenizer
+        )
+        self.backend = backend if isinstance(backend, Backend) else create_backend(backend, threads=threads)
+        self.config = self._resolve_config()
+        self._model = self._load_model()
+        self._shared = SharedEngine(
+            Engine(
+                self._model,
+                self.config,
+                vocab_size=self.checkpoint.spec.vocab_size,
+                text=self._detokenizer,
+                clock=time.perf_counter,
+            )
+        )
+        self._group_numbers = itertools.count()
+
+    # --- generation ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many, in one continuous batch; results in the order of the prompts.
+
+        Args:
+            sampling_params: one for all, or one per prompt.
+            on_finished: called with the number of finished prompts each time it grows.
+
+        Raises:
+            RequestRejected, ConfigError: a prompt can't be served as asked; nothing was started.
+        """
+        listed: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+        texts = [_prompt_text(prompt) for prompt in listed]
+        ids = [self._encode(prompt) for prompt in listed]
+        return self._run(texts, ids, _per_prompt(sampling_params, len(listed)), on_finished)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one conversation or many, rendered with the model's chat template.
+
+        Raises:
+            TemplateError: the model has no template, or it refuses the messages.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if single else list(messages)
+        ids = [self.encode_chat(conversation) for conversation in conversations]
+        return self._run([None] * len(ids), ids, _per_prompt(sampling_params, len(ids)), on_finished)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """Yield pieces of the answer(s) as they come. Closing the stream cancels the request."""
+        return self._stream(_prompt_text(prompt), self._encode(prompt), sampling_params or SamplingParams())
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Stream:
+        """`stream` for a conversation."""
+        return self._stream(None, self.encode_chat(messages), sampling_params or SamplingParams())
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[TokenId]:
+        """Token ids of a conversation, ready for the model's answer."""
+        return render_chat(self.tokenizer, self.checkpoint.text, messages)
+
+    # --- engine state -------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """For statistics and integrity checks."""
+        return self._shared.engine
+
+    def describe_program(self) -> str:
+        """What a step runs on the backend, as text."""
+        return self._model.describe()
+
+    def close(self) -> None:
+        """End every request and release threads and memory; idempotent."""
+        self._shared.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _resolve_config(self) -> ResolvedConfig:
+        spec, asked = self.checkpoint.spec, self.config_asked
+        reason = self.backend.unsupported(spec, self.checkpoint.weights)
+        if reason is not None:
+            raise ModelFileError(f"the {self.backend.name} backend can't run this model: {reason}")
+        kv_dtypes = self.backend.capabilities.kv_dtypes
+        kv_dtype = kv_dtypes[0] if asked.kv_dtype == "auto" else asked.kv_dtype
+        if kv_dtype not in kv_dtypes:
+            raise ConfigError(f"kv_dtype {kv_dtype!r}: {self.backend.name} offers {', '.join(kv_dtypes)}")
+        return resolve(
+            asked,
+            model_context=spec.context_length,
+            kv_bytes_per_token=kv_bytes_per_token(spec.kv_values_per_token, kv_dtype),
+            kv_dtype=kv_dtype,
+        )
+
+    def _load_model(self) -> Model:
+        config, checkpoint = self.config, self.checkpoint
+        geometry = KvGeometry(
+            num_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
+            max_context=config.max_model_len,
+            max_batch_tokens=config.max_num_batched_tokens,
+            max_batch_rows=config.max_num_seqs,
+            max_logit_rows=config.max_num_seqs,
+            dtype=config.kv_dtype,
+        )
+        return self.backend.load(checkpoint.spec, checkpoint.weights, geometry)
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
+        return Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+
+    def _encode(self, prompt: Prompt) -> list[TokenId]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise ConfigError('a prompt mapping needs the key "prompt" or "prompt_token_ids"')
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return list(prompt)
+
+    def _submit(
+        self,
+        text: str | None,
+        ids: Sequence[TokenId],
+        params: SamplingParams,
+        *,
+        keep_events: bool = False,
+    ) -> OutputCollector:
+        group = f"request-{next(self._group_numbers)}"
+        extra = stop_token_ids_for(self.tokenizer, params.stop)
+        if extra:
+            params = params.with_changes(stop_token_ids=(*params.stop_token_ids, *sorted(extra)))
+        requests = prepare_requests(
+            group,
+            ids,
+            params,
+            max_model_len=self.config.max_model_len,
+            vocab_size=self.checkpoint.spec.vocab_size,
+            eos_token_ids=self.checkpoint.text.eos_token_ids,
+            draw_seed=lambda: secrets.randbits(64),
+        )
+        token_text = self.tokenizer.token_text if params.logprobs is not None else None
+        collector = OutputCollector(group, text, requests, clock=time.perf_counter, token_text=token_text)
+        self._shared.submit(requests, collector, keep_events=keep_events)
+        return collector
+
+    def _run(
+        self,
+        texts: Sequence[str | None],
+        ids: Sequence[Sequence[TokenId]],
+        params: Sequence[SamplingParams],
+        on_finished: Callable[[int], None] | None,
+    ) -> list[RequestOutput]:
+        collectors: list[OutputCollector] = []
+        try:
+            for text, prompt_ids, own_params in zip(texts, ids, params, strict=True):
+                collectors.append(self._submit(text, prompt_ids, own_params))
+            finished = 0
+            while finished < len(collectors):
+                self._shared.advance(collectors)
+                now = sum(collector.finished for collector in collectors)
+                if now > finished and on_finished:
+                    on_finished(now)
+                finished = now
+            return [collector.output() for collector in collectors]
+        finally:
+            for collector in collectors:
+                self._shared.forget(collector)
+
+    def _stream(self, text: str | None, ids: Sequence[TokenId], params: SamplingParams) -> Stream:
+        return Stream(self._shared, self._submit(text, ids, params, keep_events=True))
+
+
+def _chunk(index: int, event: Event) -> StreamChunk:
+    if isinstance(event, TokensOut):
+        return StreamChunk(index, event.text, event.token_ids)
+    return StreamChunk(index, event.text, (), event.reason, event.stop_reason, event.error)
+
+
+def _join_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+    if config is not None and settings:
+        raise ConfigError(f"give config or single settings ({', '.join(settings)}), not both")
+    unknown = set(settings) - set(EngineConfig.__dataclass_fields__)
+    if unknown:
+        known = ", ".join(EngineConfig.__dataclass_fields__)
+        raise ConfigError(f"unknown setting {', '.join(sorted(unknown))}; known: {known}")
+    return config or EngineConfig(**settings)
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _prompt_text(prompt: Prompt) -> str | None:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        return prompt.get("prompt")
+    return None
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ConfigError(f"{len(params)} sampling parameters for {count} prompts: give one, or one each")
+    return list(params)

@@ -1,0 +1,194 @@
+"""The CPU backend's matrix products: right in every format, and the same bits in every arrangement."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mvllm.backends.cpu import isa as instruction_sets
+from mvllm.backends.cpu import jit, linear, quantized_kernels
+from mvllm.backends.cpu.isa import Isa
+from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED
+from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
+from mvllm.core.load.weights import DenseWeight, QuantizedWeight
+from tests.cpu_matrices import (
+    FORMATS,
+    RECORD,
+    activation_values,
+    activations,
+    packed,
+    product,
+    random_weight,
+)
+from tests.mutants.cpu_linear import emit_tile_unfused_for_batches
+
+SELECTED = instruction_sets.selected()
+# The other instruction sets are shown on formats that together use all of their code.
+_REPRESENTATIVE = ("Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "F16")
+CASES = [(SELECTED, name) for name in FORMATS] + [
+    (isa, name) for isa in instruction_sets.available() if isa is not SELECTED for name in _REPRESENTATIVE
+]
+every_case = pytest.mark.parametrize(
+    ("isa", "format_name"), CASES, ids=[f"{isa.name}-{name}" for isa, name in CASES]
+)
+
+
+def _inputs(format_name: str) -> tuple[int, ...]:
+    return (256, 1536) if format_name.endswith("_K") else (32, 64, 576, 1536)
+
+
+@every_case
+def test_products_are_those_of_the_exact_weights_and_the_rounded_activations(
+    isa: Isa, format_name: str
+) -> None:
+    rng = np.random.default_rng(1)
+    for inputs in _inputs(format_name):
+        weight = random_weight(format_name, 3 * isa.lanes - 5, inputs, rng)
+        matrix = packed(weight, isa)
+        acts = activations(rng.standard_normal((11, inputs), np.float32), matrix)
+        expected = activation_values(acts, matrix) @ weight.to_float32().astype(np.float64).T
+        got = product(matrix, acts)
+        assert np.abs(got[:, : matrix.rows] - expected).max() < 1e-5 * np.abs(expected).max()
+        assert not got[:, matrix.rows :].any(), "padding rows are zero"
+
+
+@every_case
+def test_embedding_rows_are_the_exact_values(isa: Isa, format_name: str) -> None:
+    weight = random_weight(format_name, 2 * isa.lanes + 3, 512, np.random.default_rng(2))
+    matrix = packed(weight, isa)
+    expected = weight.to_float32()
+    for token in (0, 1, isa.lanes, 2 * isa.lanes + 2):
+        row = np.full(matrix.inputs, np.nan, np.float32)
+        linear.embed_row(matrix.address, token, row.ctypes.data)
+        assert np.array_equal(row, expected[token])
+
+
+@functools.cache
+def _exactness_example(case: tuple[Isa, str]) -> tuple[PackedMatrix, NDArray[np.uint8], NDArray[np.float32]]:
+    isa, format_name = case
+    rng = np.random.default_rng(3)
+    matrix = packed(random_weight(format_name, 9 * isa.lanes - 1, 512, rng), isa)
+    acts = activations(rng.standard_normal((70, 512), np.float32), matrix)
+    alone = np.concatenate([product(matrix, acts[m : m + 1]) for m in range(len(acts))])
+    return matrix, acts, alone
+
+
+@given(st.data())
+def test_an_output_has_the_same_bits_for_every_batch_and_row_range(data: st.DataObject) -> None:
+    case = data.draw(st.sampled_from(CASES))
+    matrix, acts, alone = _exactness_example(case)
+    tokens = data.draw(st.lists(st.integers(0, 69), min_size=1, max_size=70))
+    first = data.draw(st.integers(0, matrix.num_blocks - 1))
+    last = data.draw(st.integers(first, matrix.num_blocks))
+    got = product(matrix, acts[tokens], first, last)
+    lanes = matrix.isa.lanes
+    asked = slice(first * lanes, last * lanes)
+    assert np.array_equal(got[:, asked], alone[tokens, asked])
+    got[:, asked] = np.nan
+    assert np.isnan(got).all(), "nothing outside the blocks asked for is written"
+
+
+def test_the_exactness_property_catches_a_tile_that_rounds_differently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jit, "cache_folder", lambda: None)
+    monkeypatch.setattr(quantized_kernels, "emit_tile", emit_tile_unfused_for_batches)
+    matrix, acts, alone = _exactness_example((SELECTED, "Q4_0"))
+    descriptor = matrix.descriptor.copy()
+    descriptor[linear.MATMUL] = linear.matmul_address.__wrapped__("Q4_0", SELECTED)
+    mutant = dataclasses.replace(matrix, descriptor=descriptor)
+    assert np.array_equal(product(mutant, acts[:1]), alone[:1])
+    assert not np.array_equal(product(mutant, acts[:2]), alone[:2])
+
+
+@pytest.mark.parametrize("format_name", ["Q4_1", "Q6_K", "BF16"])
+def test_concatenated_weights_give_the_outputs_of_the_single_ones(format_name: str) -> None:
+    rng = np.random.default_rng(4)
+    weights = [random_weight(format_name, rows, 256, rng) for rows in (SELECTED.lanes + 3, 5, 40)]
+    joined = pack_matrix(weights, Arena())
+    x = rng.standard_normal((3, 256), np.float32)
+    singles = [packed(weight, SELECTED) for weight in weights]
+    apart = [product(m, activations(x, m))[:, : m.rows] for m in singles]
+    got = product(joined, activations(x, joined))[:, : joined.rows]
+    assert np.array_equal(got, np.concatenate(apart, axis=1))
+
+
+def test_alternating_weights_take_turns_by_row_block() -> None:
+    rng = np.random.default_rng(5)
+    lanes = SELECTED.lanes
+    gate, up = (random_weight("Q4_K", 2 * lanes - 1, 256, rng) for _ in range(2))
+    both = pack_matrix([gate, up], Arena(), alternate=True)
+    x = rng.standard_normal((2, 256), np.float32)
+    got = product(both, activations(x, both)).reshape(2, -1, 2, lanes)
+    for index, weight in enumerate((gate, up)):
+        single = packed(weight, SELECTED)
+        assert np.array_equal(got[:, :, index].reshape(2, -1), product(single, activations(x, single)))
+
+
+@pytest.mark.parametrize("format_name", ["Q4_K", "F32"])
+def test_reordered_rows_are_packed_in_their_new_order(format_name: str) -> None:
+    rng = np.random.default_rng(6)
+    plain = random_weight(format_name, 20, 256, rng)
+    order = rng.permutation(20)
+    if isinstance(plain, DenseWeight):
+        moved: DenseWeight | QuantizedWeight = DenseWeight("moved", plain.format_name, plain.stored, order)
+    else:
+        moved = QuantizedWeight("moved", plain.format, plain.stored, order)
+    x = rng.standard_normal((1, 256), np.float32)
+    before, after = packed(plain, SELECTED), packed(moved, SELECTED)
+    expected = product(before, activations(x, before))[:, order]
+    assert np.array_equal(product(after, activations(x, after))[:, :20], expected)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(-254, 254).map(float)
+        ),
+        min_size=GROUP,
+        max_size=GROUP,
+    )
+)
+def test_activations_round_to_the_nearest_code_with_ties_to_even(values: list[float]) -> None:
+    x = np.array(values, np.float32)
+    record = np.zeros(1, RECORD)
+    linear.quantize_row(x.ctypes.data, record.ctypes.data, GROUP)
+    largest = np.abs(x).max()
+    inverse = np.float32(127.0) / largest if largest > np.float32(2.0**-120) else np.float32(0.0)
+    codes = np.rint(x * inverse).astype(np.int8)
+    assert np.array_equal(record["codes"][0], codes)
+    assert record["scale"][0] == largest / np.float32(127.0)
+    total = int(codes.astype(int).sum())
+    assert record["minus_sum"][0] == -total
+    assert record["minus_low_sum"][0] == -int(codes[:16].astype(int).sum())
+    with np.errstate(over="ignore"):
+        assert record["scaled_sum"][0] == record["scale"][0] * np.float32(total)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("format_name", ["Q4_1", "Q8_0", "F32"])
+def test_an_unusable_input_makes_its_own_token_not_finite_and_no_other(format_name: str, bad: float) -> None:
+    rng = np.random.default_rng(7)
+    matrix = packed(random_weight(format_name, SELECTED.lanes, 64, rng), SELECTED)
+    x = rng.standard_normal((3, 64), np.float32)
+    good = product(matrix, activations(x, matrix))
+    x[1, 40] = bad
+    got = product(matrix, activations(x, matrix))
+    assert not np.isfinite(got[1]).any()
+    assert np.array_equal(got[[0, 2]], good[[0, 2]])
+
+
+def test_packed_matrices_start_on_cache_lines_and_say_what_they_are() -> None:
+    rng = np.random.default_rng(8)
+    arena = Arena()
+    matrices = [pack_matrix([random_weight("Q5_0", 17, 32, rng)], arena) for _ in range(3)]
+    assert all(matrix.data.ctypes.data % 64 == 0 for matrix in matrices)
+    assert arena.allocated_bytes == sum(matrix.nbytes for matrix in matrices)
+    assert matrices[0].describe().startswith("Q5_0: [17, 32] Q5_0")
+    assert set(QUANTIZED).isdisjoint(DENSE)

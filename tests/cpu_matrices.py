@@ -1,0 +1,100 @@
+"""Random weights in every format, and products with them, for tests of the CPU backend's kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvllm.backends.cpu import linear
+from mvllm.backends.cpu.isa import Isa
+from mvllm.backends.cpu.layout import (
+    ACTIVATION_RECORD_BYTES,
+    DENSE,
+    GROUP,
+    MINUS_LOW_SUM_OFFSET,
+    MINUS_SUM_OFFSET,
+    QUANTIZED,
+    SCALE_OFFSET,
+    SCALED_SUM_OFFSET,
+)
+from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
+from mvllm.core.load.quantized import QUANT_FORMATS
+from mvllm.core.load.weights import DenseWeight, QuantizedWeight
+
+FORMATS = (*QUANTIZED, *DENSE)
+
+RECORD = np.dtype(
+    {
+        "names": ["codes", "scale", "scaled_sum", "minus_sum", "minus_low_sum"],
+        "formats": ["32i1", "f4", "f4", "i4", "i4"],
+        "offsets": [0, SCALE_OFFSET, SCALED_SUM_OFFSET, MINUS_SUM_OFFSET, MINUS_LOW_SUM_OFFSET],
+        "itemsize": ACTIVATION_RECORD_BYTES,
+    }
+)
+"""One activation record."""
+
+_HALF_OFFSETS = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+"""Where a file block holds float16 factors, if not only at its start."""
+
+
+def random_weight(
+    format_name: str, rows: int, inputs: int, rng: np.random.Generator
+) -> DenseWeight | QuantizedWeight:
+    """A weight with random contents; `inputs` a multiple of the format's block."""
+    if format_name in DENSE:
+        values = rng.standard_normal((rows, inputs), np.float32)
+        if format_name == "F16":
+            return DenseWeight(format_name, format_name, values.astype(np.float16))
+        if format_name == "BF16":
+            return DenseWeight(format_name, format_name, (values.view(np.uint32) >> 16).astype(np.uint16))
+        return DenseWeight(format_name, format_name, values)
+    format = QUANT_FORMATS[format_name]
+    shape = (rows, inputs // format.block_size)
+    blocks = rng.integers(0, 256, (*shape, format.block_bytes), dtype=np.uint8)
+    for offset in _HALF_OFFSETS.get(format_name, (0,)):
+        factors = rng.uniform(-0.02, 0.02, (*shape, 1)).astype(np.float16)
+        blocks[..., offset : offset + 2] = factors.view(np.uint8)
+    return QuantizedWeight(format_name, format, blocks.reshape(rows, -1))
+
+
+def packed(weight: DenseWeight | QuantizedWeight, isa: Isa) -> PackedMatrix:
+    return pack_matrix([weight], Arena(), isa=isa, embedding=True)
+
+
+def activations(x: NDArray[np.float32], matrix: PackedMatrix) -> NDArray[np.uint8]:
+    """float32[M, K] -> uint8[M, bytes] as `matmul` takes them for this matrix."""
+    if not matrix.is_quantized:
+        return np.ascontiguousarray(x).view(np.uint8)
+    tokens, inputs = x.shape
+    records = np.zeros((tokens, linear.activation_bytes(inputs, is_quantized=True)), np.uint8)
+    for row, record in zip(np.ascontiguousarray(x), records, strict=True):
+        linear.quantize_row(row.ctypes.data, record.ctypes.data, inputs)
+    return records
+
+
+def activation_values(acts: NDArray[np.uint8], matrix: PackedMatrix) -> NDArray[np.float64]:
+    """The values that activations stand for, [M, K]."""
+    if not matrix.is_quantized:
+        return acts.view(np.float32).astype(np.float64)
+    records = acts.view(RECORD)  # [M, groups]
+    values = records["codes"].astype(np.float64) * records["scale"][..., None]
+    return values.reshape(len(acts), records.shape[1] * GROUP)
+
+
+def product(
+    matrix: PackedMatrix, acts: NDArray[np.uint8], first_block: int = 0, last_block: int | None = None
+) -> NDArray[np.float32]:
+    """float32[M, padded rows]; NaN where the product writes nothing."""
+    out = np.full((len(acts), matrix.padded_rows), np.nan, np.float32)
+    last = matrix.num_blocks if last_block is None else last_block
+    linear.matmul(
+        matrix.address,
+        acts.ctypes.data,
+        acts.strides[0],
+        out.ctypes.data,
+        out.strides[0],
+        len(acts),
+        first_block,
+        last,
+    )
+    return out

@@ -1,0 +1,20 @@
+"""Planted bugs in the CPU backend's products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mvllm.backends.cpu.quantized_kernels import emit_tile
+from mvllm.backends.cpu.vector import Emitter, Value
+
+
+class _UnfusedEmitter(Emitter):
+    """Rounds after the multiplication as well."""
+
+    def fma(self, x: Value, y: Value, z: Value) -> Value:
+        return self.builder.fadd(self.builder.fmul(x, y), z)
+
+
+def emit_tile_unfused_for_batches(emitter: Emitter, isa: Any, layout: Any, tokens: int, *rest: Value) -> None:
+    """Tiles of several tokens use another formula than the tile of one."""
+    emit_tile(_UnfusedEmitter(emitter.builder) if tokens > 1 else emitter, isa, layout, tokens, *rest)
