@@ -37,7 +37,10 @@ def read_prompt(argument: str | None) -> str:
         return argument
     if argument is None and (sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()):
         raise click.UsageError("give a prompt, '-' to read it from standard input, or --prompts FILE")
-    text = click.get_text_stream("stdin", encoding="utf-8").read()
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
     if not text.strip():
         raise click.UsageError("standard input holds no prompt")
     return text.rstrip("\n")
@@ -53,7 +56,7 @@ def read_prompt_file(path: Path) -> list[PromptInput]:
         ConfigError: a line can't be used; the message names it.
     """
     try:
-        text = click.open_file(str(path), encoding="utf-8").read()
+        text = (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read as UTF-8 text: {error}") from error
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]

@@ -14,7 +14,7 @@ _MIN_LOGPROB = -9999.0
 def json_lines(id: str | int, output: RequestOutput) -> Iterator[str]:
     """One JSON object per answer."""
     for completion in output.outputs:
-        fields = {
+        fields: dict[str, object] = {
             "id": id,
             "index": completion.index,
             "text": completion.text,

@@ -1,10 +1,10 @@
 """mvllm: an LLM inference engine in pure Python.
 
-    from mvllm import LLM, SamplingParams
+from mvllm import LLM, SamplingParams
 
-    with LLM() as llm:
-        [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
-        print(output.outputs[0].text)
+with LLM() as llm:
+    [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
+    print(output.outputs[0].text)
 """
 
 from mvllm.core.config import EngineConfig

@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from mvllm.backends.registry import create_backend
 from mvllm.core.config import EngineConfig, ResolvedConfig, kv_bytes_per_token, resolve
@@ -25,7 +26,7 @@ from mvllm.core.load.checkpoint import Checkpoint, load_checkpoint
 from mvllm.core.request import RequestOutput, SamplingParams
 from mvllm.core.step import Event, TokensOut
 from mvllm.core.tensor import Backend, KvGeometry, Model
-from mvllm.core.text.chat_template import render_chat
+from mvllm.core.text.chat_template import ChatTemplate
 from mvllm.core.text.detokenizer import Detokenizer
 from mvllm.core.text.stop import stop_token_ids_for
 from mvllm.core.text.tokenizer import Tokenizer
@@ -131,12 +132,13 @@ class LLM:
         self.backend = backend if isinstance(backend, Backend) else create_backend(backend, threads=threads)
         self.config = self._resolve_config()
         self._model = self._load_model()
+        detokenizers = {skip: Detokenizer(self.tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self._shared = SharedEngine(
             Engine(
                 self._model,
                 self.config,
                 vocab_size=self.checkpoint.spec.vocab_size,
-                text=self._detokenizer,
+                text=lambda params: detokenizers[params.skip_special_tokens],
                 clock=time.perf_counter,
             )
         )
@@ -160,7 +162,7 @@ class LLM:
         Raises:
             RequestRejected, ConfigError: a prompt can't be served as asked; nothing was started.
         """
-        listed: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+        listed = _listed(prompts)
         texts = [_prompt_text(prompt) for prompt in listed]
         ids = [self._encode(prompt) for prompt in listed]
         return self._run(texts, ids, _per_prompt(sampling_params, len(listed)), on_finished)
@@ -194,7 +196,7 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[TokenId]:
         """Token ids of a conversation, ready for the model's answer."""
-        return render_chat(self.tokenizer, self.checkpoint.text, messages)
+        return self._template.encode(messages)
 
     # --- engine state -------------------------------------------------------------------------------
 
@@ -220,6 +222,11 @@ class LLM:
         self.close()
 
     # --- inside -------------------------------------------------------------------------------------
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        """Made at the first chat: a model may have no template, or a broken one, and still complete text."""
+        return ChatTemplate(self.tokenizer, self.checkpoint.text)
 
     def _resolve_config(self) -> ResolvedConfig:
         spec, asked = self.checkpoint.spec, self.config_asked
@@ -250,19 +257,14 @@ class LLM:
         )
         return self.backend.load(checkpoint.spec, checkpoint.weights, geometry)
 
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
-        return Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
-
     def _encode(self, prompt: Prompt) -> list[TokenId]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 return list(prompt["prompt_token_ids"])
             if "prompt" not in prompt:
                 raise ConfigError('a prompt mapping needs the key "prompt" or "prompt_token_ids"')
-            prompt = prompt["prompt"]
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return list(prompt)
+            return self.tokenizer.encode(prompt["prompt"])
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _submit(
         self,
@@ -281,7 +283,6 @@ class LLM:
             ids,
             params,
             max_model_len=self.config.max_model_len,
-            vocab_size=self.checkpoint.spec.vocab_size,
             eos_token_ids=self.checkpoint.text.eos_token_ids,
             draw_seed=lambda: secrets.randbits(64),
         )
@@ -333,10 +334,10 @@ def _join_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> En
     return config or EngineConfig(**settings)
 
 
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    if isinstance(prompts, (str, Mapping)):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], int)
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def _prompt_text(prompt: Prompt) -> str | None:

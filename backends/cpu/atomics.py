@@ -7,10 +7,9 @@ import sys
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic
 
 from mvllm.backends.cpu.jit import kernel
-from mvllm.backends.cpu.vector import I32, I64, VOID, Emitter, Value
+from mvllm.backends.cpu.vector import I32, I64, VOID, Emitter, Value, emitted
 
 _ON_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 _ON_ARM64 = platform.machine().lower() in ("arm64", "aarch64")
@@ -21,51 +20,37 @@ _YIELDS = 200
 _SLEEP_US = 50
 
 
-@intrinsic
-def atomic_add(typing: Any, address: types.Type, value: types.Type) -> Any:
+def _word(emitter: Emitter, address: Value) -> Value:
+    return emitter.builder.inttoptr(address, I64.as_pointer())
+
+
+def _emit_add(emitter: Emitter, address: Value, value: Value) -> Value:
     """Add to the word and return what it held before; sequentially consistent."""
-
-    def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), emit
+    return emitter.builder.atomic_rmw("add", _word(emitter, address), value, "seq_cst")
 
 
-@intrinsic
-def atomic_exchange(typing: Any, address: types.Type, value: types.Type) -> Any:
+def _emit_exchange(emitter: Emitter, address: Value, value: Value) -> Value:
     """Set the word and return what it held before; sequentially consistent."""
-
-    def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.atomic_rmw("xchg", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), emit
+    return emitter.builder.atomic_rmw("xchg", _word(emitter, address), value, "seq_cst")
 
 
-@intrinsic
-def atomic_load(typing: Any, address: types.Type) -> Any:
+def _emit_load(emitter: Emitter, address: Value) -> Value:
     """The word; sequentially consistent."""
-
-    def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.load_atomic(pointer, "seq_cst", 8)
-
-    return types.int64(types.int64), emit
+    return emitter.builder.load_atomic(_word(emitter, address), "seq_cst", 8)
 
 
-@intrinsic
-def _pause(typing: Any) -> Any:
+def _emit_pause(emitter: Emitter) -> None:
     """Tell the core that this is a spin loop; nothing where there is no such instruction."""
+    if _ON_X86:
+        emitter.call("llvm.x86.sse2.pause", VOID)
+    elif _ON_ARM64:
+        emitter.call("llvm.aarch64.hint", VOID, I32(_AARCH64_YIELD))
 
-    def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-        if _ON_X86:
-            Emitter(builder).call("llvm.x86.sse2.pause", VOID)
-        elif _ON_ARM64:
-            Emitter(builder).call("llvm.aarch64.hint", VOID, I32(_AARCH64_YIELD))
-        return context.get_dummy_value()
 
-    return types.void(), emit
+atomic_add = emitted(_emit_add, 2, returns=types.int64)
+atomic_exchange = emitted(_emit_exchange, 2, returns=types.int64)
+atomic_load = emitted(_emit_load, 1, returns=types.int64)
+_pause = emitted(_emit_pause, 0)
 
 
 if sys.platform == "win32":

@@ -1,7 +1,7 @@
 """Causal grouped-query attention straight from the KV blocks, and the storing of new keys and values.
 
-Work comes in items: up to MAX_ROWS query rows (tokens times the query heads of one kv head, token by token) of
-one sequence that share a pass over the keys and values. Any cut into items gives the same bits.
+Work comes in items: up to MAX_ROWS query rows of one sequence (tokens times the query heads of one kv head,
+token by token) that share a pass over the keys and values. Any cut into items gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mvllm.backends.cpu.tables import ATTENTION
 
 ROW, KV_HEAD, FIRST, COUNT = range(4)
 ITEM_FIELDS = 4
-"""An item, int64: row of the batch, kv head, first query row (token in the row * group + head), number of them."""
+"""An item, int64: row of the batch, kv head, first query row (token * group + head), number of query rows."""
 
-# Scratch of a thread: query addresses, begin and end of each query row, its factor, a tile of keys, sums, scores.
+# A thread's scratch: per query row address, begin, end and factor; then a tile of keys, the sums, the scores.
 _QUERIES, _BEGINS, _ENDS, _FACTORS = 0, 64, 128, 192
 _KEY_TILE = 256
 _ROW_BYTES = 4 * TILE
@@ -78,7 +78,7 @@ def _head_block(attention_address: Any, table: Any, head: Any, position: Any) ->
 def _assemble_tile(
     attention_address: Any, table: Any, head: Any, position: Any, last: Any, target: Any
 ) -> Any:
-    """Put the keys of the positions [position, min(position + TILE, last)) together as one tile at `target`."""
+    """Put the keys of [position, min(position + TILE, last)) together as one tile at `target`."""
     a = attention_at(attention_address)
     for lane in range(min(TILE, last - position)):
         offset = (position + lane) % a.block_size
@@ -127,9 +127,7 @@ def _score(
         else:
             _assemble_tile(attention_address, table, head, position, last, keys)
         target = scores + 4 * (position - first)
-        score_tile(
-            rows, a.is_half, scratch + _QUERIES, keys, following, a.head_dim // 2, target, stride
-        )
+        score_tile(rows, a.is_half, scratch + _QUERIES, keys, following, a.head_dim // 2, target, stride)
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -152,7 +150,7 @@ def _add_values(
     while position < stop:
         offset = position % a.block_size
         count = min(a.block_size - offset, stop - position)
-        values = _head_block(attention_address, table, head, position) + a.value_offset + offset * value_stride
+        values = _head_block(attention_address, table, head, position) + a.value_offset
         ahead = min(position + _TILES_AHEAD * count, stop - 1)
         following = _head_block(attention_address, table, head, ahead) + a.value_offset
         add_weighted_values(
@@ -160,7 +158,7 @@ def _add_values(
             a.is_half,
             weights + 4 * (position - start),
             weight_stride,
-            values,
+            values + offset * value_stride,
             following,
             value_stride,
             count,
@@ -185,8 +183,8 @@ def _mix_values(
 ) -> Any:
     """sums = weighted values of each query row over its own positions, ascending.
 
-    Rows share the positions that all of them attend to. What lies before and after is added row by row: a weight
-    of zero would not do, as zero times an infinite value is not zero.
+    Rows share the positions that all of them attend to. What lies before and after is added row by row: a
+    weight of zero would not do, as zero times an infinite value is not zero.
     """
     a = attention_at(attention_address)
     begins, ends = i64_at(scratch + _BEGINS), i64_at(scratch + _ENDS)

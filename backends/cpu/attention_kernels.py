@@ -4,10 +4,10 @@ All three give a query row the same bits whatever other rows, tiles or blocks su
 
 - A score is a product over head_dim in two chains, even and odd components, added at the end. Vectors hold
   TILE consecutive positions, so positions never mix.
-- Maximum and sum of a row run over tiles at absolute positions: lane i sees the positions i, i + 16, ...; then
-  the lanes are folded by halves. Positions outside the row's range contribute exact zeros.
-- A weighted sum is one chain of fused multiply-adds over the row's positions, ascending. It is carried through
-  memory from call to call, which changes no bit.
+- Maximum and sum of a row run over tiles at absolute positions: lane i sees the positions i, i + 16, ...;
+  then the lanes are folded by halves. Positions outside the row's range contribute exact zeros.
+- A weighted sum is one chain of fused multiply-adds over the row's positions, ascending. It is carried
+  through memory from call to call, which changes no bit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _emit_variants(emitter: Emitter, rows: Value, is_half: Value, emit: Callable
 
 
 def _prefetch(emitter: Emitter, address: Value) -> None:
-    """Ask for a line in the second-level cache, whose queue of pending lines is longer than the first level's."""
+    """Ask for a line in the second-level cache: its queue of pending lines is longer than the first's."""
     pointer = emitter.builder.inttoptr(address, I8.as_pointer())
     emitter.call("llvm.prefetch.p0", VOID, pointer, I32(_READ), I32(_SECOND_LEVEL), I32(_DATA))
 
@@ -75,7 +75,7 @@ def _load_kv(emitter: Emitter, is_half: bool, address: Value, offset: Value | in
 def _emit_scores(
     emitter: Emitter, rows: int, is_half: bool, queries: Value, keys: Value, next_keys: Value, pairs: Value
 ) -> list[Value]:
-    """Scores of `rows` queries at the TILE positions of `keys`; asks for the tile at `next_keys` meanwhile."""
+    """Scores of `rows` queries at the TILE positions of `keys`; asks for those at `next_keys`."""
     row_bytes = TILE * (2 if is_half else 4)
     addresses = [emitter.load(I64, queries, 8 * row) for row in range(rows)]
 
@@ -128,8 +128,7 @@ def _emit_score_tile(
 score_tile = emitted(_emit_score_tile, 8)
 
 
-@intrinsic
-def softmax_row(
+def _softmax_row(
     typing: Any,
     scores: types.Type,
     begin: types.Type,
@@ -146,7 +145,11 @@ def softmax_row(
         scores, begin, end, tiles, scale = arguments
         emitter = Emitter(builder)
         lanes = ir.Constant(vector(I64, TILE), list(range(TILE)))
-        begins, ends, scales = emitter.splat(begin, TILE), emitter.splat(end, TILE), emitter.splat(scale, TILE)
+        begins, ends, scales = (
+            emitter.splat(begin, TILE),
+            emitter.splat(end, TILE),
+            emitter.splat(scale, TILE),
+        )
 
         def in_range(tile: Value) -> Value:
             positions = builder.add(emitter.splat(emitter.times(tile, TILE), TILE), lanes)
@@ -180,6 +183,9 @@ def softmax_row(
         return builder.fdiv(F32(1.0), emitter.reduce(builder.fadd, sums))
 
     return types.float32(*[types.int64] * 4, types.float32), emit
+
+
+softmax_row: Any = intrinsic(_softmax_row)
 
 
 def _emit_weighted_sums(
@@ -272,13 +278,14 @@ def _emit_add_weighted_values(
 add_weighted_values = emitted(_emit_add_weighted_values, 11)
 
 
-@intrinsic
-def half_bits(typing: Any, value: types.Type) -> Any:
-    """The bits, as int16, of a float32 rounded to the nearest float16, ties to even."""
-
+def _half_bits(typing: Any, value: types.Type) -> Any:
     def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
         emitter = Emitter(builder)
         half = round_to_half(emitter, _ISA, emitter.splat(arguments[0], 1))
         return builder.extract_element(builder.bitcast(half, vector(I16, 1)), I64(0))
 
     return types.int16(types.float32), emit
+
+
+half_bits: Any = intrinsic(_half_bits)
+"""The bits, as int16, of a float32 rounded to the nearest float16, ties to even."""

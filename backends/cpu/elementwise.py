@@ -108,8 +108,9 @@ _gate_silu = _gate_with(silu)
 _gate_gelu_tanh = _gate_with(gelu_tanh)
 
 
-@intrinsic
-def _soft_cap(typing: Any, x: types.Type, cap: types.Type, out: types.Type, vectors: types.Type) -> Any:
+def _soft_cap_definition(
+    typing: Any, x: types.Type, cap: types.Type, out: types.Type, vectors: types.Type
+) -> Any:
     def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
         emitter = Emitter(builder)
         caps = emitter.splat(arguments[1], _LANES)
@@ -124,6 +125,9 @@ def _soft_cap(typing: Any, x: types.Type, cap: types.Type, out: types.Type, vect
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64), emit
+
+
+_soft_cap: Any = intrinsic(_soft_cap_definition)
 
 
 @kernel("void(int64, int64, int64, int64, int64)")

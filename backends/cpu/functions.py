@@ -10,7 +10,8 @@ from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.vector import F16, F32, I16, I32, Emitter, Value, constant, vector
 
 # exp(x) = 2**n * exp(r) with n = round(x / ln 2) and r = x - n * ln 2, |r| <= ln 2 / 2. ln 2 is split so that
-# n * LN2_HIGH is exact; the polynomial is the minimax approximation of (exp(r) - 1 - r) / r**2 from Cephes' expf.
+# n * LN2_HIGH is exact; the polynomial approximates (exp(r) - 1 - r) / r**2, with the minimax coefficients of
+# Cephes' expf.
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _POLYNOMIAL = (
@@ -68,9 +69,7 @@ def silu(emitter: Emitter, x: Value) -> Value:
 def gelu_tanh(emitter: Emitter, x: Value) -> Value:
     """x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) * (x + 0.044715 * x**3)."""
     builder, count = emitter.builder, x.type.count
-    cubic = emitter.fma(
-        builder.fmul(x, x), constant(F32, count, _GELU_CUBIC), constant(F32, count, 1.0)
-    )
+    cubic = emitter.fma(builder.fmul(x, x), constant(F32, count, _GELU_CUBIC), constant(F32, count, 1.0))
     argument = builder.fmul(builder.fmul(x, cubic), constant(F32, count, _GELU_SCALE))
     return _divide_by_one_plus_exponential(emitter, x, argument)
 

@@ -20,7 +20,7 @@ _ARRAYS = ("tokens", "positions", "slots", "row_starts", "context_lens", "block_
 
 
 class StepInputs:
-    """Owns the STEP record, the list of attention items and the threads' scratch; borrows a batch's arrays."""
+    """Owns the STEP record, the attention items and the threads' scratch; borrows a batch's arrays."""
 
     def __init__(self, spec: ModelSpec, geometry: KvGeometry, threads: int) -> None:
         self._geometry = geometry

@@ -97,7 +97,12 @@ class KvPool:
         self.layout = layout
         memory = aligned_zeros(layout.num_layers * layout.layer_bytes, "KV cache")
         self._address = memory.ctypes.data
-        shape = (layout.num_layers, layout.num_blocks, layout.kv_heads, layout.head_bytes // layout.value_bytes)
+        shape = (
+            layout.num_layers,
+            layout.num_blocks,
+            layout.kv_heads,
+            layout.head_bytes // layout.value_bytes,
+        )
         self._heads = memory.view(DTYPES[layout.dtype]).reshape(shape)
 
     def layer_address(self, layer: int) -> int:
@@ -142,7 +147,7 @@ class KvPool:
         return ids
 
     def _views(self, block: int) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
-        """Views of a block: keys [layers, tiles, tile, heads, dim], values [layers, block_size, heads, dim]."""
+        """Views of a block: keys [layers, tiles, tile, heads, dim], values [layers, offsets, heads, dim]."""
         layout = self.layout
         heads = self._heads[:, block]
         tiles = layout.block_size // layout.tile

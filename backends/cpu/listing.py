@@ -8,9 +8,9 @@ from mvllm.backends.cpu.program import Array, Instruction
 from mvllm.backends.cpu.tables import Epilogue, Regime
 
 _LEGEND = """\
-Columns: number; regimes in which all threads meet before it (1: one token, L: one logit row of several tokens,
-M: many); what it does; output <- inputs. v5 is a float32 matrix, q5 its 8-bit records, b3 the buffer; a star
-marks what each thread computes for itself when there is a single row."""
+Columns: number; regimes in which all threads meet before it (1: one token, L: one logit row of several
+tokens, M: many); what it does; output <- inputs. v5 is a float32 matrix, q5 its 8-bit records, b3 the buffer;
+a star marks what each thread computes for itself when there is a single row."""
 
 _REGIME_LETTERS = {Regime.ONE_TOKEN: "1", Regime.ONE_LOGIT_ROW: "L", Regime.MANY: "M"}
 
@@ -26,10 +26,10 @@ def list_program(linked: LinkedProgram, threads: int) -> str:
     ]
     for index, step in enumerate(program.instructions):
         regimes = linked.barriers[index]
-        barriers = "".join(
-            letter if regime in regimes else "." for regime, letter in _REGIME_LETTERS.items()
+        barriers = "".join(letter if regime in regimes else "." for regime, letter in _REGIME_LETTERS.items())
+        lines.append(
+            f"{index:4} {barriers} {step.kind:9} {_arrows(linked, step):34} {_details(step)}".rstrip()
         )
-        lines.append(f"{index:4} {barriers} {step.kind:9} {_arrows(linked, step):34} {_details(step)}".rstrip())
     return "\n".join(lines)
 
 

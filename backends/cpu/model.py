@@ -15,10 +15,9 @@ from mvllm.backends.cpu.link import LinkedProgram, Linker
 from mvllm.backends.cpu.listing import list_program
 from mvllm.backends.cpu.memory import aligned_zeros
 from mvllm.backends.cpu.operations import program_runner
-from mvllm.backends.cpu.program import Program, lower, with_sampling
+from mvllm.backends.cpu.program import lower, with_sampling
 from mvllm.backends.cpu.record import Recorder, Value
-from mvllm.backends.cpu.sampler import empty_output, pack_parameters, sampler_scratch_bytes
-from mvllm.backends.cpu.sampler_table import NUM_COLUMNS
+from mvllm.backends.cpu.sampler_table import NUM_COLUMNS, empty_output, pack_parameters, sampler_scratch_bytes
 from mvllm.backends.cpu.team import Team
 from mvllm.backends.cpu.weights import PackedWeights
 from mvllm.core.errors import EngineClosed, InvariantViolation
@@ -96,8 +95,8 @@ class _Resources:
 class CpuModel(Model):
     """A model on the CPU. Owns packed weights, KV pool, tables, buffers and threads.
 
-    `step`, `logits`, `taps` and `write_blocks` change the KV pool. A forked child may use a model that was idle
-    when its process forked; it then starts threads of its own.
+    `step`, `logits`, `taps` and `write_blocks` change the KV pool. A forked child may use a model that was
+    idle when its process forked; it then starts threads of its own.
     """
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, geometry: KvGeometry, threads: int) -> None:

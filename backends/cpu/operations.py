@@ -67,7 +67,7 @@ def _share_of_rows(instruction: Any, worker: Any) -> Any:
 
 @kernel("UniTuple(int64, 3)(int64, int64)")
 def _matrices(instruction: Any, worker: Any) -> Any:
-    """Addresses of the input, the other input and the output: of the thread's own copies where it has them."""
+    """Addresses of the input, the other input and the output: the thread's own copies where it has them."""
     i, thread = instruction_at(instruction), worker_at(worker).thread
     if _num_rows(instruction, worker) != 1:
         return i.input.address, i.other.address, i.output.address

@@ -127,20 +127,21 @@ def pack_matrix(
     data = arena.allocate(num_blocks * block_bytes(format_name, inputs, isa)).reshape(num_blocks, -1)
     for index, stream in enumerate(streams):
         _pack_stream(stream, data[index :: len(streams)], isa)
+    rows = sum(weight.shape[0] for weight in weights)
     return PackedMatrix(
         names=tuple(weight.name for weight in weights),
         format_name=format_name,
         isa=isa,
-        rows=sum(weight.shape[0] for weight in weights),
+        rows=rows,
         inputs=inputs,
         num_blocks=num_blocks,
         data=data,
-        descriptor=_descriptor(format_name, isa, inputs, data, embedding),
+        descriptor=_descriptor(format_name, isa, rows, inputs, data, embedding),
     )
 
 
 def _descriptor(
-    format_name: str, isa: Isa, inputs: int, data: NDArray[np.uint8], embedding: bool
+    format_name: str, isa: Isa, rows: int, inputs: int, data: NDArray[np.uint8], embedding: bool
 ) -> NDArray[np.int64]:
     fields = np.zeros(linear.DESCRIPTOR_FIELDS, np.int64)
     fields[linear.MATMUL] = linear.matmul_address(format_name, isa)
@@ -149,6 +150,7 @@ def _descriptor(
     fields[linear.BLOCK_STRIDE] = data.shape[1]
     fields[linear.INPUTS] = inputs
     fields[linear.BLOCKS] = data.shape[0]
+    fields[linear.ROWS] = rows
     fields[linear.IS_QUANTIZED] = format_name in QUANTIZED
     fields[linear.LANES] = isa.lanes
     return fields

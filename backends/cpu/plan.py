@@ -1,7 +1,7 @@
 """Places a program's arrays in memory and finds the barriers it needs.
 
-Arrays share a buffer only if their rows have the same length and stand for the same things: row r is then at the
-same place in both, so a thread that keeps to its rows never meets another thread's data.
+Arrays share a buffer only if their rows have the same length and stand for the same things: row r is then at
+the same place in both, so a thread that keeps to its rows never meets another thread's data.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def assign_buffers(program: Program, record_bytes: int, record_width: int) -> di
             row_bytes = _row_bytes(output, record_bytes, record_width)
             available = free[output.domain, row_bytes, output in program.private]
             if available:
-                buffers[output] = available.pop()
+                # Otherwise the one free for longest: the last reader of the others may still be at work.
+                buffers[output] = available.pop(-1 if step.kind in _IN_PLACE else 0)
             else:
                 buffers[output] = Buffer(count, output.domain, row_bytes)
                 count += 1

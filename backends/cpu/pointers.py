@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from mvllm.backends.cpu.vector import F32, Emitter, Value
+from mvllm.backends.cpu.vector import F32, I64, VOID, Emitter, Value, emitted
 
 
 def _pointer_to(element: types.Type) -> Any:
@@ -48,23 +48,21 @@ i64_at = _pointer_to(types.int64)
 i16_at = _pointer_to(types.int16)
 
 
-@intrinsic
-def square_root(typing: Any, value: types.Type) -> Any:
-    """The correctly rounded root of a float32."""
-
+def _square_root(typing: Any, value: types.Type) -> Any:
     def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
         return Emitter(builder).call("llvm.sqrt.f32", F32, arguments[0])
 
     return types.float32(types.float32), emit
 
 
-@intrinsic
-def call_operation(typing: Any, function: types.Type, first: types.Type, second: types.Type) -> Any:
-    """Call the compiled `void(int64, int64)` at the address `function`."""
+square_root: Any = intrinsic(_square_root)
+"""The correctly rounded root of a float32."""
 
-    def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), list(arguments[1:]))
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), emit
+def _emit_call(emitter: Emitter, function: Value, first: Value, second: Value) -> None:
+    kind = ir.FunctionType(VOID, [I64, I64])
+    emitter.builder.call(emitter.builder.inttoptr(function, kind.as_pointer()), [first, second])
+
+
+call_operation = emitted(_emit_call, 3)
+"""(function, first, second): call the compiled `void(int64, int64)` at the address `function`."""

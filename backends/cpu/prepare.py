@@ -38,7 +38,7 @@ _DESCRIPTIONS = {
     BatchFault.POSITION: "a position is outside the longest context",
     BatchFault.SLOT: "a slot is outside the KV pool",
     BatchFault.ROW_STARTS: "row_starts is not 0 = s0 < s1 < ... = number of tokens",
-    BatchFault.CONTEXT: "a row's context length is not its last position + 1, or its block table is too short",
+    BatchFault.CONTEXT: "a row's context is not its last position + 1, or its block table is too short",
     BatchFault.BLOCK: "a block table names a block outside the KV pool within its context",
     BatchFault.LOGIT_ROW: "a logit row is not the index of a token",
 }
@@ -56,11 +56,11 @@ _limits_at = record_at(LIMITS)
 @kernel("boolean(int64, int64, int64)")
 def _all_below(values: Any, count: Any, limit: Any) -> Any:
     """Whether all int32 values are in [0, limit)."""
-    smallest, largest = 0, -1
+    within = True
     for i in range(count):
-        value = np.int64(i32_at(values)[i])
-        smallest, largest = min(smallest, value), max(largest, value)
-    return smallest >= 0 and largest < limit
+        value = i32_at(values)[i]
+        within &= (value >= 0) & (value < limit)
+    return within
 
 
 @kernel("int64(int64, int64)")

@@ -1,8 +1,8 @@
 """Lowers the recorded graph to a linear program of instructions.
 
-A value of the graph becomes an array, and so do the 8-bit records that a quantized product reads: they are made
-once per value, however many products share them. Fused away are additions, gates and soft caps that directly
-follow a product: a thread applies them to the columns it has just computed, with no barrier in between.
+A value of the graph becomes an array, and so do the 8-bit records that a quantized product reads: they are
+made once per value, however many products share them. Fused away are additions, gates and soft caps that
+directly follow a product: a thread applies them to the columns it has just computed, without a barrier.
 
 Kinds of instruction and how the team shares their work:
 
@@ -135,10 +135,7 @@ class _Lowering:
         self._fused: set[Value] = set()  # outputs of nodes that are part of an earlier instruction
         uses = Counter(value for node in nodes for value in node.inputs)
         self._only_user = {
-            value: node
-            for node in nodes
-            for value in node.inputs
-            if uses[value] == 1 and value not in kept
+            value: node for node in nodes for value in node.inputs if uses[value] == 1 and value not in kept
         }
 
     def add(self, node: Node) -> None:
@@ -165,7 +162,9 @@ class _Lowering:
 
     def _add_linear(self, node: Node, operation: graph.Linear) -> None:
         source = node.inputs[0]
-        activations = self._records_of(source) if operation.weight.format_name in QUANTIZED else _array(source)
+        activations = (
+            self._records_of(source) if operation.weight.format_name in QUANTIZED else _array(source)
+        )
         plain = Instruction(
             Kind.LINEAR, source.domain, activations, output=_array(node.output), operation=operation
         )

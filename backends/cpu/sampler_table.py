@@ -6,7 +6,6 @@ checked here, once per step; the kernels don't check.
 
 from __future__ import annotations
 
-from enum import IntEnum, auto
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -21,74 +20,50 @@ BLOCK = 64  # tokens per entry of the block maxima
 BUCKET_BITS = 12
 NUM_BUCKETS = 1 << BUCKET_BITS
 
+# Parts of a worker's scratch behind the buckets (int64), named by the bytes per token before them.
+WEIGHTS = 0  # int64 per candidate
+IDS = 8  # int32 per candidate
+KEYS = 12  # int32 per candidate
+ROW_COPY = 16  # float32 per token: the row after penalties and bias
+UNDECIDED = 20  # int32 per candidate
+MAXIMA = 24  # int32 per block
+
 _LINE_BYTES = 64
-_BYTES_PER_TOKEN = 8 + 4 * 4  # a candidate's weight, id and key; a copy of the logit; an undecided candidate
 
 
-class Column(IntEnum):
-    """Columns of the int64 table. Plain numbers are marked; all others are addresses of packed arrays."""
-
-    @staticmethod
-    def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
-        return count
-
-    LOGITS = auto()  # float32, S rows
-    ROW_STRIDE = auto()  # number: floats from one row of logits to the next
-    VOCAB = auto()  # number: V
-    # the fields of SamplingArrays, in their order
-    TEMPERATURE = auto()
-    TOP_K = auto()
-    TOP_P = auto()
-    MIN_P = auto()
-    REPETITION_PENALTY = auto()
-    PRESENCE_PENALTY = auto()
-    FREQUENCY_PENALTY = auto()
-    SEED = auto()
-    POSITION = auto()
-    NUM_LOGPROBS = auto()
-    TARGET = auto()
-    COUNT_OFFSETS = auto()
-    COUNT_TOKENS = auto()
-    PROMPT_COUNTS = auto()
-    OUTPUT_COUNTS = auto()
-    BIAS_OFFSETS = auto()
-    BIAS_TOKENS = auto()
-    BIAS_VALUES = auto()
-    # the fields of StepOutput, in their order
-    TOKENS = auto()
-    STATUS = auto()
-    LOGPROB = auto()
-    RANK = auto()
-    TARGET_LOGPROB = auto()
-    TOP_TOKENS = auto()
-    TOP_LOGPROBS = auto()
-    TOP_WIDTH = auto()  # number: K, columns of the two arrays above
-    SCRATCH = auto()  # of worker 0
-    SCRATCH_STRIDE = auto()  # number: bytes from one worker's scratch to the next
+_NUMBERS_BEFORE = (
+    "logits",  # address of float32 rows
+    "row_stride",  # floats from one row of logits to the next
+    "vocab",  # V
+)
+_NUMBERS_AFTER = (
+    "top_width",  # K, columns of top_tokens and top_logprobs
+    "scratch",  # address of worker 0's scratch
+    "scratch_stride",  # bytes from one worker's scratch to the next
+)
 
 
-NUM_COLUMNS = len(Column)
+def _arrays(message: type) -> dict[str, np.dtype[Any]]:
+    """The array fields of a message of core/step.py, with the dtypes of their annotations."""
+    hints = get_type_hints(message)
+    return {name: np.dtype(get_args(get_args(hint)[1])[0]) for name, hint in hints.items()}
 
 
-def _columns(message: type) -> list[tuple[str, int, np.dtype[Any]]]:
-    """Name, column and dtype of every array in a message of core/step.py, as its annotations say."""
-    fields = get_type_hints(message)
-    return [
-        (name, int(Column[name.upper()]), np.dtype(get_args(get_args(hint)[1])[0]))
-        for name, hint in fields.items()
-    ]
+_SAMPLING = _arrays(SamplingArrays)
+_OUTPUT = _arrays(StepOutput)
+COLUMNS = (*_NUMBERS_BEFORE, *_SAMPLING, *_OUTPUT, *_NUMBERS_AFTER)
+"""Columns of the table: numbers, and addresses of the packed arrays of SamplingArrays and StepOutput."""
 
-
-_SAMPLING_COLUMNS = _columns(SamplingArrays)
-_OUTPUT_COLUMNS = _columns(StepOutput)
+NUM_COLUMNS = len(COLUMNS)
+PARAMETERS = np.dtype([(name, np.int64) for name in COLUMNS])
+"""The table as a record, for the kernels."""
 
 
 def sampler_scratch_bytes(vocab: int) -> int:
     """Bytes of scratch that one worker needs for rows of `vocab` logits, a multiple of a cache line."""
     blocks = ceil_div(vocab, BLOCK)
-    return (
-        8 * NUM_BUCKETS + blocks * BLOCK * _BYTES_PER_TOKEN + ceil_div(4 * blocks, _LINE_BYTES) * _LINE_BYTES
-    )
+    maxima = ceil_div(4 * blocks, _LINE_BYTES) * _LINE_BYTES
+    return 8 * NUM_BUCKETS + MAXIMA * blocks * BLOCK + maxima
 
 
 def empty_output(sampling: SamplingArrays) -> StepOutput:
@@ -121,12 +96,10 @@ def pack_parameters(
     Raises:
         InvariantViolation: an array isn't packed or has another dtype than the kernel will read.
     """
-    table[Column.LOGITS], table[Column.ROW_STRIDE], table[Column.VOCAB] = logits, row_stride, vocab
-    table[Column.SCRATCH], table[Column.SCRATCH_STRIDE] = scratch, scratch_stride
-    table[Column.TOP_WIDTH] = output.top_tokens.shape[1]
-    for message, columns in ((sampling, _SAMPLING_COLUMNS), (output, _OUTPUT_COLUMNS)):
-        for name, column, dtype in columns:
-            table[column] = _address(name, getattr(message, name), dtype)
+    inputs = [_address(name, getattr(sampling, name), dtype) for name, dtype in _SAMPLING.items()]
+    outputs = [_address(name, getattr(output, name), dtype) for name, dtype in _OUTPUT.items()]
+    top_width = output.top_tokens.shape[1]
+    table[:] = [logits, row_stride, vocab, *inputs, *outputs, top_width, scratch, scratch_stride]
 
 
 def _address(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> int:

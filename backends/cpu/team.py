@@ -35,8 +35,8 @@ CONTROL = np.dtype(
         "itemsize": 4 * _LINE,
     }
 )
-"""Shared words: number of the current call, arrivals at barriers so far, whether the team is closed; and what to
-run. `arrivals` only grows, so no thread has to reset what another still reads."""
+"""Shared words: number of the current call, arrivals at barriers so far, whether the team is closed; and what
+to run. `arrivals` only grows, so no thread has to reset what another still reads."""
 
 WORKER = np.dtype(
     {
@@ -46,8 +46,8 @@ WORKER = np.dtype(
         "itemsize": 2 * _LINE,
     }
 )
-"""One thread's own words: its number, its barriers and calls so far, and the flag "asleep" (1: the thread waits on
-its semaphore or is about to; whoever changes it back to 0 decides whether the semaphore is released)."""
+"""One thread's own words: its number, its barriers and calls so far, and the flag "asleep" (1: the thread
+waits on its semaphore or is about to; who changes it back to 0 decides whether the semaphore is released)."""
 
 _ARRIVALS, _CLOSED, _ASLEEP = _LINE, 2 * _LINE, _LINE  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
@@ -109,7 +109,7 @@ def _serve(worker_address: Any) -> Any:
 
 @kernel("int64(int64, int64, int64)")
 def _wake(workers: Any, threads: Any, sleepers: Any) -> Any:
-    """Take the sleep flags that are set; returns how many and writes the threads' numbers to int64 `sleepers`."""
+    """Take the sleep flags that are set; returns how many, and writes the threads' numbers to `sleepers`."""
     found = 0
     for thread in range(1, threads):
         if atomic_exchange(workers + thread * _WORKER_BYTES + _ASLEEP, 0) == 1:
@@ -133,7 +133,7 @@ def _start_close(control_address: Any, workers: Any, sleepers: Any) -> Any:
 class _Crew:
     """The shared words, semaphores and threads of a team within one process.
 
-    Owns them; holds no reference to the team, so that a forgotten team can be collected while its threads live.
+    Owns them; holds no reference to the team, so that a forgotten team is collected though its threads live.
     """
 
     def __init__(self, threads: int, job: int) -> None:
@@ -165,6 +165,10 @@ class _Crew:
         self._release(_start_call(self.control, self.workers, self._sleepers.ctypes.data))
         _work(self.workers)
 
+    def asleep(self) -> int:
+        """Number of threads that wait on their semaphore or are about to."""
+        return int(self._worker_words.view(WORKER)["asleep"].sum())
+
     def close(self) -> None:
         """End and join the threads; in a forked child there are none."""
         if os.getpid() != self.process:
@@ -181,8 +185,8 @@ class _Crew:
 class Team:
     """Runs a job on a fixed number of threads, the caller's included.
 
-    Owns the threads, which start with the first call and, after a fork, anew in the child; does not own what the
-    job works on. Calls must not overlap. Threads end with `close`, or when the team is collected.
+    Owns the threads, which start with the first call and, after a fork, anew in the child; does not own what
+    the job works on. Calls must not overlap. Threads end with `close`, or when the team is collected.
     """
 
     def __init__(self, threads: int, job: int) -> None:

@@ -23,7 +23,7 @@ class PackedWeights:
         """`embedding` is the matrix whose rows are looked up; it may serve a product as well."""
         self._arena = Arena()
         self._embedding = embedding
-        self._matrices: dict[int, tuple[Weight, PackedMatrix]] = {}  # by id of the weight, which is kept alive
+        self._matrices: dict[int, tuple[Weight, PackedMatrix]] = {}  # by id of the weight
         self._vectors: dict[int, tuple[Weight, NDArray[np.float32]]] = {}
         self._ropes: dict[tuple[RopeSpec, int], tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
 
@@ -44,7 +44,9 @@ class PackedWeights:
             try:
                 packed = pack_matrix([weight], self._arena, embedding=weight is self._embedding)
             except (MemoryError, OSError):
-                raise CapacityError(f"weight {weight.name}, bytes", needed=weight.nbytes, available=0) from None
+                raise CapacityError(
+                    f"weight {weight.name}, bytes", needed=weight.nbytes, available=0
+                ) from None
             known = self._matrices[id(weight)] = (weight, packed)
         return known[1]
 

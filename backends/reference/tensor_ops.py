@@ -100,7 +100,8 @@ class ReferenceOps(TensorOps[Array]):
                 yield token, blocks * self._block_size + at % self._block_size
 
     def gate(self, gate: Array, up: Array, activation: Activation) -> Array:
-        return (_silu(gate) if activation == "silu" else _gelu_tanh(gate)) * up
+        activated = _silu(gate) if activation == "silu" else _gelu_tanh(gate)
+        return activated * up
 
     def add(self, x: Array, y: Array) -> Array:
         return x + y
@@ -109,7 +110,8 @@ class ReferenceOps(TensorOps[Array]):
         return x * np.float32(factor)
 
     def soft_cap(self, x: Array, cap: float) -> Array:
-        return np.float32(cap) * np.tanh(x / np.float32(cap))
+        capped: Array = np.float32(cap) * np.tanh(x / np.float32(cap))
+        return capped
 
     def take_logit_rows(self, x: Array) -> Array:
         return x[self._batch.logit_rows]
@@ -118,7 +120,8 @@ class ReferenceOps(TensorOps[Array]):
 def _silu(x: Array) -> Array:
     # exp of a non-positive number only, so that no input overflows.
     decay = np.exp(-np.abs(x))
-    return x * np.where(x >= 0, 1 / (1 + decay), decay / (1 + decay))
+    sigmoid: Array = np.where(x >= 0, 1 / (1 + decay), decay / (1 + decay))
+    return x * sigmoid
 
 
 def _gelu_tanh(x: Array) -> Array:

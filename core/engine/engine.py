@@ -91,9 +91,8 @@ class Engine:
             EngineClosed: the engine takes no more requests.
         """
         check_request(request, self._vocab_size, self._config.max_model_len, has_text=self._text is not None)
-        if (
-            refusal := self._scheduler.refusal(len(request.prompt_token_ids), request.total_limit)
-        ) is not None:
+        refusal = self._scheduler.refusal(len(request.prompt_token_ids), request.total_limit)
+        if refusal is not None:
             raise refusal
         self._inbox.submit(Submit(request, SamplingRow.of(request), start_text(request, self._text)))
 
@@ -173,21 +172,21 @@ class Engine:
             if decision.finish_reason is not None:
                 ended.append(outcome)
         self._kv.commit(commits)
-        for outcome in ended:
-            decision = outcome.decision
-            assert decision.finish_reason is not None
-            phase = Phase.FINISHED if decision.error is None else Phase.FAILED
-            events.append(
-                self._end(
-                    decision.id,
-                    phase,
-                    decision.finish_reason,
-                    stop_reason=decision.stop_reason,
-                    text=outcome.tail,
-                    error=decision.error,
-                )
-            )
+        events += [self._finish(outcome) for outcome in ended]
         return num_output_tokens
+
+    def _finish(self, outcome: RowOutcome) -> Finished:
+        """End a request as its row's decision says."""
+        decision = outcome.decision
+        assert decision.finish_reason is not None
+        return self._end(
+            decision.id,
+            Phase.FINISHED if decision.error is None else Phase.FAILED,
+            decision.finish_reason,
+            stop_reason=decision.stop_reason,
+            text=outcome.tail,
+            error=decision.error,
+        )
 
     def _end(
         self,

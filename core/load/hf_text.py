@@ -15,15 +15,16 @@ from mvllm.core.types import TokenId
 _MAX_TEMPLATE_BYTES = 1 << 20
 
 
-def read_text_assets(folder: Path, config: Settings, generation: Settings) -> TextAssets:
+def read_text_assets(folder: Path, config: Settings, generation: Settings, vocab_size: int) -> TextAssets:
     """Tokenizer, special tokens and chat template of a folder.
 
     Args:
         config: config.json.
         generation: generation_config.json, empty if absent.
+        vocab_size: rows of the embedding. End tokens beyond it can't be generated and are left out.
 
     Raises:
-        ModelFileError: a file is damaged, or has values of the wrong type.
+        ModelFileError: a file is damaged, has values of the wrong type, or a BOS outside the vocabulary.
     """
     tokenizer_json = read_bounded(folder / "tokenizer.json")
     settings = _settings(folder / "tokenizer_config.json")
@@ -35,13 +36,15 @@ def read_text_assets(folder: Path, config: Settings, generation: Settings) -> Te
     bos_id = vocabulary.find(bos_token)
     if bos_id is None:
         bos_id = next(iter(_ids(config, "bos_token_id")), None)
+    if bos_id is not None and bos_id >= vocab_size:
+        raise config.error(f"the BOS token is {bos_id}, but the vocabulary has {vocab_size} tokens")
     return TextAssets(
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(folder, settings),
         bos_token=bos_token,
         eos_token=eos_token,
         bos_token_id=bos_id,
-        eos_token_ids=frozenset(end_tokens),
+        eos_token_ids=frozenset(token for token in end_tokens if token < vocab_size),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +31,14 @@ _ITEM_BYTES = {
 _NUMBERED_SHARD = re.compile(r".*?-?(\d{1,6})-of-(\d{1,6})\.safetensors")
 
 
+@dataclass(frozen=True)
 class UnsupportedTensor:
-    """A tensor of a type that can't be a weight here; harmless unless the model needs it."""
+    """A tensor of a type or shape that can't be a weight here."""
 
-    def __init__(self, name: str, format_name: str, shape: tuple[int, ...], nbytes: int) -> None:
-        self.name = name
-        self.format_name = format_name
-        self.shape = shape
-        self.nbytes = nbytes
+    name: str
+    format_name: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 SafeTensor = DenseWeight | UnsupportedTensor

@@ -1,8 +1,8 @@
 """The sampler's own exp, log and probability masses: float64 procedures fixed to the bit.
 
-NumPy's and a compiler's exp and log differ in their last bits, and so would the tokens chosen with them. These
-use only IEEE additions, multiplications, divisions and bit operations in a stated order, each rounded on its
-own (no fused multiply-add), so every backend that follows the same order gets the same bits.
+NumPy's and a compiler's exp and log differ in their last bits, and so would the tokens chosen with them.
+These use only IEEE additions, multiplications, divisions and bit operations in a stated order, each rounded
+on its own (no fused multiply-add), so every backend that follows the same order gets the same bits.
 
 Probability masses are integers. Integer sums don't depend on the order of their terms, which leaves a backend
 free to add up, select and skip as it likes.

@@ -33,7 +33,7 @@ def mix(z: int) -> int:
 
 
 def sibling_seed(seed: int, index: int) -> int:
-    """Seed in [0, 2**64) of choice `index` of a request; distinct for distinct indices, the seed itself for 0."""
+    """Seed in [0, 2**64) of choice `index` of a request: distinct for distinct indices, for 0 the seed."""
     return (seed + index * GAMMA) & MASK_64
 
 

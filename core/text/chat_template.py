@@ -119,28 +119,7 @@ class ChatTemplate:
         if disguise:
             disguised = {name: self._guard.disguised(value, disguise) for name, value in given.items()}
             for message, original in zip(disguised["messages"], given["messages"], strict=True):
-                message["role"] = original[
-                    "role"
-                ]  # a checked word, which templates compare and write into markers
+                # A checked word, which templates compare and write into markers.
+                message["role"] = original["role"]
             given = disguised
         return self._compiled.render({**self._fixed, **given}, self._clock)
-
-
-def render_chat(
-    tokenizer: Tokenizer,
-    assets: TextAssets,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    parse_special_in_content: bool = False,
-    variables: Mapping[str, Any] | None = None,
-) -> list[TokenId]:
-    """`ChatTemplate.encode` for one chat; keep a `ChatTemplate` where there are many."""
-    return ChatTemplate(tokenizer, assets).encode(
-        messages,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        parse_special_in_content=parse_special_in_content,
-        variables=variables,
-    )

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -145,13 +146,24 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _CodeGenerator(CodeGenerator):
+    """Evaluates nothing at compile time: folding of constants takes cubic time on chains of filters."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, (nodes.TemplateData, nodes.Const)):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox, in which every call, filter and growing operator spends from the budget."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
+    code_generator_class = _CodeGenerator
 
     def __init__(self) -> None:
         super().__init__(
+            optimized=False,
             trim_blocks=True,
             lstrip_blocks=True,
             finalize=_finalize,

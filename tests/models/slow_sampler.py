@@ -35,7 +35,7 @@ def modified_logits(logits: Sequence[float], row: Row) -> list[float]:
 
 
 def kept_tokens(logits: Sequence[float], row: Row) -> list[int] | None:
-    """Tokens that may be drawn from modified logits, best first; None if a comparison is too close to call."""
+    """Tokens that may be drawn from modified logits, best first; None if a comparison is too close."""
     best = max(logits)
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if np.float32(row.temperature) < np.float32(1e-5):

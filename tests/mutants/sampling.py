@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Mutant:
-    """Put `replacement` in the place of `owner.attribute`; `broken_rule` is the rule or law that then fails."""
+    """Put `replacement` in the place of `owner.attribute`; `broken_rule` then fails."""
 
     owner: Any
     attribute: str

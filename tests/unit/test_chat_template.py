@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mvllm.core.errors import TemplateError
-from mvllm.core.text.chat_template import ChatTemplate, render_chat
+from mvllm.core.text.chat_template import ChatTemplate
 from mvllm.core.text.template_limits import MAX_SIZE
 from mvllm.core.text.tokenizer import Tokenizer
 from tests.models.toy_vocabularies import (
@@ -106,7 +106,7 @@ def test_the_prompt_has_the_tokens_that_the_template_writes_and_no_other_bos() -
     for source, count in (("{{ bos_token }}x", 1), ("x", 0), ("{{ bos_token }}{{ bos_token }}x", 2)):
         for add_bos in (True, False):
             assets = byte_level_assets(chat_template=source, add_bos=add_bos)
-            ids = render_chat(Tokenizer.from_assets(assets), assets, USER)
+            ids = ChatTemplate(Tokenizer.from_assets(assets), assets).encode(USER)
             assert ids.count(BOS) == count
 
 
@@ -215,7 +215,9 @@ def test_private_use_characters_in_content_come_through() -> None:
 def test_a_control_token_that_strips_white_space_does_so_in_chats() -> None:
     file = byte_level_json(adds_bos=False, strips_right=True)
     assets = json_assets(file, chat_template="<|im_start|> \n{{ messages[0].content }}")
-    ids = render_chat(Tokenizer.from_assets(assets), assets, [{"role": "user", "content": "\n hello"}])
+    ids = ChatTemplate(Tokenizer.from_assets(assets), assets).encode(
+        [{"role": "user", "content": "\n hello"}]
+    )
     assert ids == file.encode("<|im_start|> \n\n hello", add_special_tokens=False).ids
 
 
@@ -229,8 +231,8 @@ def test_a_sentencepiece_model_gets_the_ids_of_the_rendered_text() -> None:
     assets = sentencepiece_assets(chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
     tokenizer = Tokenizer.from_assets(assets)
     expected = tokenizer.encode("<s>hello world</s>", add_special_tokens=False)
-    assert render_chat(tokenizer, assets, [{"role": "user", "content": "hello world"}]) == expected
-    ids = render_chat(tokenizer, assets, [{"role": "user", "content": "</s>"}])
+    assert ChatTemplate(tokenizer, assets).encode([{"role": "user", "content": "hello world"}]) == expected
+    ids = ChatTemplate(tokenizer, assets).encode([{"role": "user", "content": "</s>"}])
     assert [id for id in ids if id in tokenizer.special_ids] == [1, 2]
 
 
@@ -365,6 +367,10 @@ def test_a_template_that_does_not_end_is_stopped(source: str) -> None:
 def test_a_template_that_grows_without_bound_is_stopped(source: str) -> None:
     with pytest.raises(TemplateError):
         rendered(source)
+
+
+def test_long_chains_of_filters_are_compiled_without_evaluating_them() -> None:
+    assert rendered(("{{ 'a'" + "|upper" * 150 + " }}") * 80) == "A" * 80
 
 
 def test_limits_hold_in_any_thread_and_leave_other_renderings_alone() -> None:

@@ -1,4 +1,4 @@
-"""Compiling for the CPU backend: the cache never fails nor goes stale, the instruction set suits the machine."""
+"""Compiling for the CPU backend: a cache that never fails nor goes stale, instructions that the CPU has."""
 
 from __future__ import annotations
 

@@ -288,6 +288,14 @@ def test_end_tokens_are_the_union_of_every_source(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path).text.eos_token_ids == {0, 2, 3, 4, 5, exclamation}
 
 
+def test_end_tokens_outside_the_vocabulary_are_left_out_and_such_a_bos_is_refused(tmp_path: Path) -> None:
+    write_tiny_hf(tmp_path, config={"eos_token_id": [2, 320, 100_000]})
+    assert load_checkpoint(tmp_path).text.eos_token_ids == {0, 2}
+    edit_json(tmp_path / "config.json", bos_token_id=320)
+    with pytest.raises(ModelFileError, match="the BOS token is 320"):
+        load_checkpoint(tmp_path)
+
+
 def test_a_folder_without_tokenizer_files_loads(tmp_path: Path) -> None:
     write_tiny_hf(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -122,7 +122,7 @@ def test_unusable_prompts_are_refused(llm: LLM, prompt: object) -> None:
 
 
 def test_limits_name_both_numbers(llm: LLM) -> None:
-    with pytest.raises(RequestRejected, match=r"max_tokens is 100000000.*context of 64"):
+    with pytest.raises(RequestRejected, match=r"max_tokens=100000000.*context of 64"):
         llm.generate(PROMPTS[0], SamplingParams(max_tokens=10**8))
     output = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0]
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 64

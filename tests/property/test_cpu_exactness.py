@@ -1,0 +1,168 @@
+"""X1 on random tiny models: a position's logits are the same bits in every arrangement."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mvllm.backends.cpu.backend import CpuBackend
+from mvllm.core.load.quantized import QUANT_FORMATS
+from mvllm.core.load.weights import QuantizedWeight
+from mvllm.core.model.spec import ModelSpec
+from mvllm.core.tensor import Model, ModelWeights, Weight
+from tests.conformance.random_models import ModelShape, Row, geometry, make_batch, random_model
+from tests.model_files import random_blocks
+
+Floats = NDArray[np.float32]
+
+VOCAB_SIZE = 70
+POOL_TOKENS = 256  # in any block size
+MODELS = [
+    (ModelShape(tied_head=True), "Q4_0"),
+    (ModelShape(num_heads=6, num_kv_heads=2, head_dim=32, biases=True, qk_norm=True), "Q4_1"),
+    (ModelShape(num_heads=3, num_kv_heads=3, head_dim=64, window=5), "Q8_0"),
+    (ModelShape(num_heads=4, num_kv_heads=1, head_dim=24, window=20, activation="gelu_tanh"), "Q5_0"),
+    (ModelShape(hidden_size=256, intermediate_size=256, num_heads=4, head_dim=64), "Q4_K"),
+    (ModelShape(hidden_size=256, intermediate_size=256, num_heads=8, head_dim=32, soft_caps=True), "Q6_K"),
+    (ModelShape(num_heads=5, num_kv_heads=1, biases=True), "F32"),
+    (ModelShape(format_name="F16", soft_caps=True), "F16"),
+    (ModelShape(format_name="BF16", hidden_size=80, window=3), "BF16"),
+]
+
+
+@functools.cache
+def model_of(index: int) -> tuple[ModelSpec, ModelWeights]:
+    """A random model, its matrices replaced by random blocks of its quantized format."""
+    shape, format_name = MODELS[index]
+    spec, weights = random_model(shape, seed=index)
+    if format_name not in QUANT_FORMATS:
+        return spec, weights
+    rng = np.random.default_rng(index)
+
+    def quantized(weight: Weight) -> Weight:
+        quant_format = QUANT_FORMATS[format_name]
+        return QuantizedWeight(weight.name, quant_format, random_blocks(quant_format, weight.shape, rng))
+
+    layers = tuple(
+        replace(
+            layer,
+            q=quantized(layer.q),
+            k=quantized(layer.k),
+            v=quantized(layer.v),
+            gate=quantized(layer.gate),
+            up=quantized(layer.up),
+            down=quantized(layer.down),
+        )
+        for layer in weights.layers
+    )
+    embedding = quantized(weights.embedding)
+    head = embedding if shape.tied_head else quantized(weights.head)
+    return spec, replace(weights, layers=layers, embedding=embedding, head=head)
+
+
+def load(index: int, *, threads: int, block_size: int, dtype: str) -> Model:
+    sizes = replace(geometry(block_size=block_size, dtype=dtype), num_blocks=POOL_TOKENS // block_size)
+    return CpuBackend(threads=threads).load(*model_of(index), replace(sizes, max_context=POOL_TOKENS))
+
+
+def tokens_of(index: int, length: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(100 + index).integers(0, VOCAB_SIZE, length)]
+
+
+@functools.cache
+def logits_alone(index: int, sequence: int, length: int, dtype: str) -> Floats:
+    """Logits of every position: one thread, one whole sequence at a time, blocks of 16."""
+    with closing(load(index, threads=1, block_size=16, dtype=dtype)) as model:
+        row = Row(tokens_of(sequence, length), 0, length, range(POOL_TOKENS // 16), num_logits=length)
+        return model.logits(make_batch([row], 16))
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the positions of some sequences are computed. A step gives tokens per sequence."""
+
+    model: int
+    dtype: str
+    threads: int
+    block_size: int
+    lengths: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+    seed: int
+
+
+@st.composite
+def arrangements(draw: Callable[..., Any]) -> Arrangement:
+    lengths = tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4)))
+    left = list(lengths)
+    steps = []
+    while any(left):
+        counts = tuple(draw(st.integers(0, min(n, draw(st.sampled_from([1, 3, 24]))))) for n in left)
+        if not any(counts):
+            counts = tuple(min(n, 1) for n in left)
+        left = [n - count for n, count in zip(left, counts, strict=True)]
+        steps.append(counts)
+    return Arrangement(
+        model=draw(st.integers(0, len(MODELS) - 1)),
+        dtype=draw(st.sampled_from(["f32", "f16"])),
+        threads=draw(st.sampled_from([1, 2, 2, 3, 4])),
+        block_size=draw(st.sampled_from([1, 4, 8, 16, 32])),
+        lengths=lengths,
+        steps=tuple(steps),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def computed(arrangement: Arrangement) -> list[Floats]:
+    """Logits of every position of every sequence, computed step by step as arranged."""
+    order = np.random.default_rng(arrangement.seed)
+    block_size = arrangement.block_size
+    free = list(order.permutation(POOL_TOKENS // block_size))
+    tables: list[Sequence[int]] = []
+    for length in arrangement.lengths:
+        needed = -(-length // block_size)
+        tables.append([int(block) for block in free[:needed]])
+        free = free[needed:]
+    done = [0] * len(tables)
+    logits: list[list[Floats]] = [[] for _ in tables]
+    with closing(
+        load(
+            arrangement.model,
+            threads=arrangement.threads,
+            block_size=block_size,
+            dtype=arrangement.dtype,
+        )
+    ) as model:
+        for counts in arrangement.steps:
+            members = [int(i) for i in order.permutation(len(counts)) if counts[i]]
+            rows = [
+                Row(
+                    tokens_of(i, arrangement.lengths[i]),
+                    done[i],
+                    done[i] + counts[i],
+                    tables[i],
+                    num_logits=counts[i],
+                )
+                for i in members
+            ]
+            found = model.logits(make_batch(rows, block_size))
+            for i in members:
+                logits[i].append(found[: counts[i]])
+                found = found[counts[i] :]
+                done[i] += counts[i]
+    return [np.concatenate(parts) for parts in logits]
+
+
+@given(arrangements())
+def test_x1_logits_do_not_depend_on_the_arrangement(arrangement: Arrangement) -> None:
+    for sequence, logits in enumerate(computed(arrangement)):
+        length = arrangement.lengths[sequence]
+        alone = logits_alone(arrangement.model, sequence, length, arrangement.dtype)
+        assert np.array_equal(logits.view(np.int32), alone.view(np.int32))

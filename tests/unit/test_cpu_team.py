@@ -1,0 +1,146 @@
+"""The cpu backend's threads: every one works, they meet, they sleep, they end, they survive forks."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mvllm.backends.cpu.atomics import atomic_add
+from mvllm.backends.cpu.jit import native_function
+from mvllm.backends.cpu.pointers import i64_at
+from mvllm.backends.cpu.team import Team, meet, worker_at
+
+ROUNDS = 50
+
+
+def _count_in_turns(argument: Any, worker: Any) -> None:
+    """Every thread raises word 0 between two meetings, and adds what it then sees to a word of its own."""
+    words, thread = i64_at(argument), worker_at(worker).thread
+    for _ in range(ROUNDS):
+        atomic_add(argument, 1)
+        meet(worker)
+        words[1 + thread] += words[0]
+        meet(worker)
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[int]:
+    function = native_function("void(int64, int64)", _count_in_turns)
+    yield int(function.address)
+
+
+def seen_by_threads(threads: int, rounds: int) -> list[int]:
+    """What every thread adds up if nobody passes a barrier early: threads, 2 threads, 3 threads, ..."""
+    return [threads * rounds * (rounds + 1) // 2] * threads
+
+
+def words() -> NDArray[np.int64]:
+    return np.zeros(16, np.int64)
+
+
+def workers_alive() -> int:
+    return sum(thread.name.startswith("mvllm-cpu") for thread in threading.enumerate())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came to be")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_all_threads_work_and_none_passes_a_barrier_early(threads: int, job: int) -> None:
+    with closing(Team(threads, job)) as team:
+        for run in range(1, 4):
+            counts = words()
+            team.run(counts.ctypes.data)
+            assert counts[0] == threads * ROUNDS, run
+            assert counts[1 : 1 + threads].tolist() == seen_by_threads(threads, ROUNDS)
+
+
+def test_idle_threads_sleep_and_are_woken_by_the_next_call(job: int) -> None:
+    with closing(Team(2, job)) as team:
+        team.run(words().ctypes.data)
+        crew = team._crew
+        assert crew is not None
+        wait_until(lambda: crew.asleep() == 1)
+        before = time.process_time()
+        time.sleep(0.2)
+        assert time.process_time() - before < 0.15, "a sleeping worker burns its core"
+        counts = words()
+        team.run(counts.ctypes.data)
+        assert counts[1:3].tolist() == seen_by_threads(2, ROUNDS)
+
+
+def test_close_ends_all_threads_and_may_be_repeated(job: int) -> None:
+    before = workers_alive()
+    team = Team(3, job)
+    team.run(words().ctypes.data)
+    assert workers_alive() == before + 2
+    team.close()
+    team.close()
+    assert workers_alive() == before
+
+
+def test_threads_of_a_forgotten_team_end(job: int) -> None:
+    before = workers_alive()
+    team = Team(2, job)
+    team.run(words().ctypes.data)
+    del team
+    gc.collect()
+    assert workers_alive() == before
+
+
+def test_a_team_that_never_ran_has_no_threads(job: int) -> None:
+    before = workers_alive()
+    with closing(Team(4, job)):
+        assert workers_alive() == before
+
+
+def test_teams_of_several_callers_run_at_once(job: int) -> None:
+    def use_team(threads: int) -> list[int]:
+        counts = words()
+        with closing(Team(threads, job)) as team:
+            for _ in range(5):
+                team.run(counts.ctypes.data)
+        return counts[: 1 + threads].tolist()
+
+    with ThreadPoolExecutor(3) as pool:
+        for threads, counts in zip((2, 2, 1), pool.map(use_team, (2, 2, 1)), strict=True):
+            assert counts == [5 * threads * ROUNDS, *seen_by_threads(threads, 5 * ROUNDS)]
+
+
+def _run_in_child(team: Team, results: Any) -> None:
+    counts = words()
+    team.run(counts.ctypes.data)
+    results.put((counts[:3].tolist(), workers_alive()))
+    team.close()
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_starts_threads_of_its_own(job: int) -> None:
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    with closing(Team(2, job)) as team:
+        team.run(words().ctypes.data)
+        child = fork.Process(target=_run_in_child, args=(team, results))
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        assert results.get() == ([2 * ROUNDS, *seen_by_threads(2, ROUNDS)], 1)
+        counts = words()
+        team.run(counts.ctypes.data)
+        assert counts[0] == 2 * ROUNDS
