@@ -144,7 +144,7 @@ class Batch:
 
 
 @st.composite
-def batches(draw: st.DrawFn, *, unusable: bool = False, max_vocab: int = 12, **fixed: Any) -> Batch:
+def batches(draw: st.DrawFn, /, *, unusable: bool = False, max_vocab: int = 12, **fixed: Any) -> Batch:
     """One to four rows over a small vocabulary."""
     vocab = draw(st.integers(1, max_vocab))
     rows = draw(st.lists(settings(vocab, **fixed), min_size=1, max_size=4))

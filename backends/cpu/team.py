@@ -2,7 +2,7 @@
 
 States of a worker thread:
 
-    spinning --(no call for about a millisecond)--> asleep      (in Python, on a semaphore; burns no core)
+    spinning --(no call for some milliseconds)--> asleep      (in Python, on a semaphore; burns no core)
     spinning --(call number changes)--> working --> spinning
     asleep   --(caller takes its sleep flag and releases the semaphore)--> working
 
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mvllm.backends.cpu.atomics import atomic_add, atomic_exchange, atomic_load, back_off
+from mvllm.backends.cpu.atomics import SPINS, atomic_add, atomic_exchange, atomic_load, back_off
 from mvllm.backends.cpu.jit import kernel
 from mvllm.backends.cpu.memory import aligned_zeros
 from mvllm.backends.cpu.pointers import call_operation, i64_at, record_at
@@ -52,7 +52,8 @@ waits on its semaphore or is about to; who changes it back to 0 decides whether 
 _ARRIVALS, _CLOSED, _ASLEEP = _LINE, 2 * _LINE, _LINE  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
 
-_IDLE_TRIES = 2300  # of back_off before a worker goes to sleep: all spins, all yields, some short sleeps
+_SPINS_BETWEEN_CALLS = 8000  # beyond those of back_off: what a caller does between two steps takes longer
+_IDLE_TRIES = _SPINS_BETWEEN_CALLS + SPINS + 100  # before a worker goes to sleep in Python, some milliseconds
 _SLEEP, _CLOSE = 0, 1  # why `serve` returned
 
 control_at = record_at(CONTROL)
@@ -96,7 +97,7 @@ def _serve(worker_address: Any) -> Any:
             _work(worker_address)
             tries = 0
         elif tries < _IDLE_TRIES:
-            back_off(tries)
+            back_off(tries - _SPINS_BETWEEN_CALLS)
             tries += 1
         else:
             atomic_exchange(worker_address + _ASLEEP, 1)

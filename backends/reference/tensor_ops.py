@@ -37,7 +37,7 @@ class ReferenceOps(TensorOps[Array]):
 
     def rms_norm(self, x: Array, gain: Weight, eps: float) -> Array:
         weight = self._floats(gain)
-        groups = x.reshape(len(x), -1, len(weight))
+        groups = x.reshape(len(x), x.shape[1] // len(weight), len(weight))
         mean_square = np.mean(groups * groups, axis=-1, keepdims=True, dtype=np.float64)
         return (groups / np.sqrt(mean_square + eps) * weight).reshape(x.shape).astype(np.float32)
 
@@ -58,7 +58,7 @@ class ReferenceOps(TensorOps[Array]):
         magnitude = self._spec.ropes[rope].magnitude
         cos = (np.cos(angles) * magnitude).astype(np.float32)
         sin = (np.sin(angles) * magnitude).astype(np.float32)
-        first, second = np.split(x.reshape(len(x), -1, self._spec.head_dim), 2, axis=-1)
+        first, second = np.split(x.reshape(len(x), x.shape[1] // self._spec.head_dim, self._spec.head_dim), 2, axis=-1)
         rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return rotated.reshape(x.shape)
 

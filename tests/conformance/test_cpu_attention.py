@@ -83,7 +83,9 @@ def test_float16_kv_is_rounded_to_nearest_even() -> None:
     values = np.concatenate(
         [finite, middles.astype(np.float32), np.nextafter(middles.astype(np.float32), np.float32(np.inf))]
     )
-    values = np.concatenate([values, np.float32([65519.9, 65520.0, 1e30, -1e30, np.inf, -np.inf, 1e-40])])
+    values = np.concatenate(
+        [values, np.array([65519.9, 65520.0, 1e30, -1e30, np.inf, -np.inf, 1e-40], np.float32)]
+    )
     values = np.resize(values, (len(values) // 64 + 1) * 64).reshape(-1, 1, 64)
     case = Case(kv_heads=1, group=1, head_dim=64, dtype="f16")
     sequence = random_sequence(case, len(values), seed=0)
@@ -160,7 +162,7 @@ def test_the_soft_cap_is_right_to_float32_of_the_cap() -> None:
     ("value", "expected"), [(np.inf, np.inf), (3e38, np.float32(3e38)), (-1e4, 0.0), (np.nan, np.nan)]
 )
 def test_silu_of_extreme_values_is_what_it_tends_to(value: float, expected: float) -> None:
-    out = _through("gate", np.float32([value]), Epilogue.SILU)[0]
+    out = _through("gate", np.array([value], np.float32), Epilogue.SILU)[0]
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-30)
 
 

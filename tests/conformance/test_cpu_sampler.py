@@ -97,6 +97,16 @@ def test_many_draws_from_a_large_vocabulary_give_the_same_tokens() -> None:
     _assert_equal(np.stack([_normal(random, 5_000) for _ in rows]), rows)
 
 
+@pytest.mark.parametrize("vocab", [8, 128])
+def test_equal_tokens_are_cut_at_the_same_id(vocab: int) -> None:
+    """M0, M4: where a share of the mass is reached exactly; 300 draws show which tokens were kept."""
+    logits = np.zeros((300, vocab), np.float32)
+    for share in (0.25, 0.5, 0.50001, 0.75):
+        _assert_equal(logits, [Row(top_p=share, seed=seed) for seed in range(300)])
+    _assert_equal(logits, [Row(top_k=vocab // 2, top_p=0.5, seed=seed) for seed in range(300)])
+    _assert_equal(logits, [Row(top_k=3, min_p=1.0, seed=seed) for seed in range(300)])
+
+
 def _over_array(kernel: Callable[[Any], Any], dtype: type[np.generic]) -> Callable[[Any], NDArray[Any]]:
     """`kernel` applied to each element, in a compiled loop that LLVM may vectorise."""
 

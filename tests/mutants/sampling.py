@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from mvllm.core.step import RowStatus, SamplingArrays
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Mutant:
     """Put `replacement` in the place of `owner.attribute`; `broken_rule` then fails."""
 
@@ -28,9 +27,10 @@ class Mutant:
 
 _apply = penalties.modified_logits
 _keep = sampler.kept_tokens
-_noise = sampler.gumbel
+_noise = keyed_noise.gumbel
 _status = sampler.row_status
-_calls = itertools.count()
+_choose = sampler._choose
+_with_logprobs = sampler._with_logprobs
 
 
 def _uniform_from_24_bits_in_float32(raw: Array) -> Array:
@@ -45,14 +45,14 @@ def _presence_counts_the_prompt(logits: Array, sampling: SamplingArrays, row: in
     repetition = float(sampling.repetition_penalty[row])
     values = np.where(seen, np.where(values > 0, values / repetition, values * repetition), values)
     values = values - sampling.frequency_penalty[row] * output - sampling.presence_penalty[row] * seen
-    return values.astype(np.float32)
+    return np.asarray(values, np.float32)
 
 
 def _repetition_always_divides(logits: Array, sampling: SamplingArrays, row: int, counts: slice) -> Array:
     output = sampling.output_counts[counts]
     values = logits.astype(np.float64) / float(sampling.repetition_penalty[row])
     values = values - sampling.frequency_penalty[row] * output - sampling.presence_penalty[row] * (output > 0)
-    return values.astype(np.float32)
+    return np.asarray(values, np.float32)
 
 
 def _top_p_keeps_one_too_many(
@@ -79,8 +79,8 @@ def _filters_order_ties_by_falling_id(logits: Array) -> Array:
     return np.lexsort((-np.arange(len(logits)), -logits))
 
 
-def _noise_from_a_running_stream(seed: Any, position: int, token_ids: Array) -> Array:
-    return _noise(int(seed) ^ next(_calls), position, token_ids)
+def _noise_depends_on_the_place_in_the_batch(logits: Array, sampling: SamplingArrays, row: int) -> int:
+    return _choose(logits, dataclasses.replace(sampling, seed=sampling.seed + np.uint64(row)), row)
 
 
 def _noise_without_the_token(seed: Any, position: int, token_ids: Array) -> Array:
@@ -95,9 +95,6 @@ def _greedy_takes_the_highest_id(logits: Array, sampling: SamplingArrays, row: i
     if sampling.temperature[row] < sampler.GREEDY_BELOW:
         return int(np.flatnonzero(logits == logits.max())[-1])
     return _choose(logits, sampling, row)
-
-
-_choose = sampler._choose
 
 
 def _bad_logits_go_unnoticed(logits: Array) -> RowStatus:
@@ -124,8 +121,6 @@ def _logprobs_rank_ties_by_falling_id(token: int, logits: Array, sampling: Sampl
         top_logprobs=turned.top_logprobs,
     )
 
-
-_with_logprobs = sampler._with_logprobs
 
 MUTANTS: dict[str, Mutant] = {
     "uniform numbers of 24 bits round to 1": Mutant(
@@ -159,7 +154,10 @@ MUTANTS: dict[str, Mutant] = {
         sampler, "descending", _filters_order_ties_by_falling_id, "M1 only kept tokens are drawn"
     ),
     "noise depends on how many rows came before": Mutant(
-        sampler, "gumbel", _noise_from_a_running_stream, "M5 a row does not depend on its neighbours"
+        sampler,
+        "_choose",
+        _noise_depends_on_the_place_in_the_batch,
+        "M5 a row does not depend on its neighbours",
     ),
     "noise is the same for every token": Mutant(
         sampler, "gumbel", _noise_without_the_token, "M7 tokens follow their probabilities"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mvllm.core.sampling import keyed_noise, penalties, sampler
 from mvllm.core.step import RowStatus, StepOutput
@@ -139,7 +140,7 @@ def logprobs_are_of_the_models_own_distribution(batch: Batch) -> None:
         if output.status[row] != RowStatus.OK:
             continue
         slow = slow_sampler.logprobs(logits)
-        order = sorted(range(len(logits)), key=lambda token, logits=logits: (-logits[token], token))
+        order = [token for _, token in sorted((-value, token) for token, value in enumerate(logits))]
         tokens, values = output.top_tokens[row], output.top_logprobs[row]
         assert tokens.tolist() == order[: len(tokens)]
         np.testing.assert_allclose(values, [slow[token] for token in tokens], rtol=1e-6, atol=1e-9)
@@ -170,7 +171,7 @@ RULES: dict[str, Callable[[Batch], None]] = {
 CHI_SQUARE_LIMITS = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47}  # exceeded once in 1,000, by degrees of freedom
 
 
-def _chi_square(tokens: np.ndarray, probabilities: np.ndarray) -> float:  # type: ignore[type-arg]
+def _chi_square(tokens: NDArray[np.int32], probabilities: NDArray[np.float64]) -> float:
     kept = probabilities > 0
     counts = np.bincount(tokens, minlength=len(probabilities))
     assert counts[~kept].sum() == 0
@@ -211,7 +212,7 @@ def filters_agree_with_the_slow_computation() -> None:
         if case < 5 * len(special):
             top_k, top_p, min_p = special[case % len(special)]
         else:
-            top_k = int(random.choice([0, random.integers(1, 45)]))
+            top_k = int(random.choice([0, int(random.integers(1, 45))]))
             top_p = float(random.choice([1.0, random.random()]))
             min_p = float(random.choice([0.0, random.random()]))
         temperature = float(random.choice([1e-4, 0.3, 1.0, 2.0, 100.0]))

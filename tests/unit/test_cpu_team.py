@@ -115,7 +115,7 @@ def test_teams_of_several_callers_run_at_once(job: int) -> None:
         with closing(Team(threads, job)) as team:
             for _ in range(5):
                 team.run(counts.ctypes.data)
-        return counts[: 1 + threads].tolist()
+        return [int(count) for count in counts[: 1 + threads]]
 
     with ThreadPoolExecutor(3) as pool:
         for threads, counts in zip((2, 2, 1), pool.map(use_team, (2, 2, 1)), strict=True):

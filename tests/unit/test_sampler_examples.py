@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -28,7 +29,7 @@ def _token(row: Row, logits: list[float]) -> int:
 def _kept(logits: list[float], *, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> list[int]:
     array = np.array(logits, np.float32)
     scaled = scaled_logits(array, np.float32(1.0))
-    return kept_tokens(array, scaled, min_p=min_p, top_k=top_k, top_p=top_p).tolist()
+    return [int(token) for token in kept_tokens(array, scaled, min_p=min_p, top_k=top_k, top_p=top_p)]
 
 
 # --- J1: what penalties count ------------------------------------------------------------------------
@@ -38,8 +39,9 @@ def _kept(logits: list[float], *, min_p: float = 0.0, top_k: int = 0, top_p: flo
 def test_presence_and_frequency_leave_prompt_tokens_alone(penalty: str) -> None:
     """J1: the greedy token stays while it is in the prompt only, and goes once it was generated."""
     logits = [1.0, 2.0, 0.5]
-    assert _token(Row(temperature=0.0, counts={1: (5, 0)}, **{penalty: 2.0}), logits) == 1
-    assert _token(Row(temperature=0.0, counts={1: (0, 1)}, **{penalty: 2.0}), logits) == 0
+    in_prompt, generated = (Row(temperature=0.0, counts={1: counts}) for counts in ((5, 0), (0, 1)))
+    assert _token(dataclasses.replace(in_prompt, **{penalty: 2.0}), logits) == 1  # type: ignore[arg-type]
+    assert _token(dataclasses.replace(generated, **{penalty: 2.0}), logits) == 0  # type: ignore[arg-type]
 
 
 def test_repetition_counts_the_prompt_and_works_on_either_side_of_zero() -> None:
