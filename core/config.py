@@ -8,7 +8,7 @@ from typing import Literal
 from mvllm.core.errors import ConfigError
 from mvllm.core.types import ceil_div
 
-Admission = Literal["optimistic", "reserve"]
+AdmissionPolicy = Literal["optimistic", "reserve"]
 KvDtype = Literal["auto", "f32", "f16", "bf16"]
 
 DEFAULT_KV_BYTES = 1 << 30
@@ -31,7 +31,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # default: 1 GiB or what max_num_seqs can use
     kv_dtype: KvDtype = "auto"
     enable_prefix_caching: bool = True
-    admission: Admission = "optimistic"
+    admission: AdmissionPolicy = "optimistic"
     check_integrity: bool = False  # re-verify all state after each step; slow
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class ResolvedConfig:
     num_kv_blocks: int
     kv_dtype: str
     enable_prefix_caching: bool
-    admission: Admission
+    admission: AdmissionPolicy
     check_integrity: bool
 
 

@@ -38,10 +38,6 @@ class RequestRejected(MvllmError):
         self.available = available
 
 
-class RequestFailed(MvllmError):
-    """An accepted request ended in an error of its own; other requests are unaffected."""
-
-
 class CapacityError(MvllmError):
     """An allocation asked for more than there is; nothing was changed."""
 

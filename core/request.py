@@ -6,18 +6,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Literal
 
 from mvllm.core.errors import ConfigError
-from mvllm.core.types import RequestId, TokenId
+from mvllm.core.types import MASK_64, RequestId, TokenId
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature the most likely token is taken (as in vLLM)."""
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""Why a request ended: a stop token or stop string, its length limit, its caller, or an error of its own."""
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
-SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class SamplingParams:
         real("repetition_penalty", "a finite number above 0", 0.0, math.inf, above_low=True)
         real("presence_penalty", "from -2 to 2", -2.0, 2.0)
         real("frequency_penalty", "from -2 to 2", -2.0, 2.0)
-        whole("seed", "a whole number or None", -(1 << 63), SEED_MASK, optional=True)
+        whole("seed", "a whole number or None", -(1 << 63), MASK_64, optional=True)
         whole("max_tokens", "a whole number of at least 1, or None", 1, optional=True)
         whole("min_tokens", "a whole number of at least 0", 0)
         whole("logprobs", f"from 0 to {MAX_LOGPROBS}, or None", 0, MAX_LOGPROBS, optional=True)
@@ -100,10 +103,6 @@ class SamplingParams:
                 raise ConfigError(f"logit_bias: {token!r} is not a token id")
             if not isinstance(bias, (int, float)) or not -100.0 <= bias <= 100.0:
                 raise ConfigError(f"logit_bias[{token}] must be from -100 to 100, got {bias!r}")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_TEMPERATURE
 
     def with_changes(self, **changes: object) -> SamplingParams:
         """A copy with some fields replaced, checked like any other."""
@@ -168,7 +167,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[TokenId, ...]
-    finish_reason: str | None = None  # "stop", "length", "cancelled", "error"; None while running
+    finish_reason: FinishReason | None = None  # None while running
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     cumulative_logprob: float | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -15,7 +15,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from mvllm.core.request import Phase, TokenLogprobs
+from mvllm.core.request import FinishReason, Phase, TokenLogprobs
 from mvllm.core.types import BlockId, RequestId, TokenId
 
 # --- what the scheduler sees -------------------------------------------------------------------------
@@ -179,15 +179,6 @@ class StepOutput:
 # --- what is decided from it, and what the world is told ---------------------------------------------
 
 
-class FinishReason(str):
-    """Constants for `RowDecision.finish_reason`."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    ERROR = "error"
-
-
 @dataclass(frozen=True)
 class RowDecision:
     """What becomes of one planned row."""
@@ -196,7 +187,7 @@ class RowDecision:
     num_computed: int  # c(r) after the step
     new_token_ids: tuple[TokenId, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
 
@@ -217,7 +208,7 @@ class Finished:
     """The one terminal event of a request. `text` is what was still held back."""
 
     id: RequestId
-    reason: str  # "stop", "length", "cancelled" or "error"
+    reason: FinishReason
     stop_reason: int | str | None = None
     text: str = ""
     error: str | None = None

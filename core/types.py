@@ -16,6 +16,9 @@ RequestId = NewType("RequestId", str)
 TokenId = int
 """Vocabulary index. Plain ``int``: token ids cross every boundary in bulk."""
 
+MASK_64 = (1 << 64) - 1
+"""Keeps the low 64 bits of an integer; seeds and the states of generators are in ``[0, 2**64)``."""
+
 
 def ceil_div(numerator: int, denominator: int) -> int:
     """Smallest integer ``q`` with ``q * denominator >= numerator``."""

@@ -17,7 +17,6 @@ from mvllm.core.errors import (
     InvariantViolation,
     ModelFileError,
     MvllmError,
-    RequestFailed,
     RequestRejected,
     TemplateError,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "Logprob",
     "ModelFileError",
     "MvllmError",
-    "RequestFailed",
     "RequestMetrics",
     "RequestOutput",
     "RequestRejected",

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from mvllm.backends.registry import create_backend
+from mvllm.core.cache_folder import cache_folder
 from mvllm.core.config import EngineConfig, ResolvedConfig, kv_bytes_per_token, resolve
 from mvllm.core.engine.collector import OutputCollector
 from mvllm.core.engine.engine import Engine
@@ -23,7 +24,7 @@ from mvllm.core.engine.submission import prepare_requests
 from mvllm.core.errors import ConfigError, ModelFileError
 from mvllm.core.load.catalog import DEFAULT_MODEL, ModelStore, Progress, no_progress
 from mvllm.core.load.checkpoint import Checkpoint, load_checkpoint
-from mvllm.core.request import RequestOutput, SamplingParams
+from mvllm.core.request import FinishReason, RequestOutput, SamplingParams
 from mvllm.core.step import Event, TokensOut
 from mvllm.core.tensor import Backend, KvGeometry, Model
 from mvllm.core.text.chat_template import ChatTemplate
@@ -41,11 +42,7 @@ Message = Mapping[str, Any]
 
 def default_cache_dir() -> Path:
     """Where models and compiled kernels are kept: $MVLLM_CACHE, or mvllm/ in the user's cache folder."""
-    if chosen := os.environ.get("MVLLM_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mvllm"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mvllm"
+    return cache_folder(os.environ, sys.platform)
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class StreamChunk:
     index: int
     text: str
     token_ids: tuple[TokenId, ...] = ()
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # why finish_reason is "error"
 

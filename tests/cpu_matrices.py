@@ -8,14 +8,18 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu import linear
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.layout import (
-    ACTIVATION_RECORD_BYTES,
     DENSE,
     GROUP,
+    LOW_PART_BITS,
+    LOW_PARTS_OFFSET,
     MINUS_LOW_SUM_OFFSET,
     MINUS_SUM_OFFSET,
+    NARROW,
     QUANTIZED,
     SCALE_OFFSET,
     SCALED_SUM_OFFSET,
+    WIDE,
+    ActivationLayout,
 )
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
 from mvllm.core.load.quantized import QUANT_FORMATS
@@ -23,15 +27,34 @@ from mvllm.core.load.weights import DenseWeight, QuantizedWeight
 
 FORMATS = (*QUANTIZED, *DENSE)
 
-RECORD = np.dtype(
-    {
-        "names": ["codes", "scale", "scaled_sum", "minus_sum", "minus_low_sum"],
-        "formats": ["32i1", "f4", "f4", "i4", "i4"],
-        "offsets": [0, SCALE_OFFSET, SCALED_SUM_OFFSET, MINUS_SUM_OFFSET, MINUS_LOW_SUM_OFFSET],
-        "itemsize": ACTIVATION_RECORD_BYTES,
-    }
-)
-"""One activation record."""
+_FIELDS = {
+    "codes": ("32i1", 0),
+    "scale": ("f4", SCALE_OFFSET),
+    "scaled_sum": ("f4", SCALED_SUM_OFFSET),
+    "minus_sum": ("i4", MINUS_SUM_OFFSET),
+    "minus_low_sum": ("i4", MINUS_LOW_SUM_OFFSET),
+    "low_parts": ("32i1", LOW_PARTS_OFFSET),
+}
+
+
+def _record(layout: ActivationLayout) -> np.dtype:
+    present = {name: field for name, field in _FIELDS.items() if field[1] < layout.record_bytes}
+    formats, offsets = zip(*present.values(), strict=True)
+    names = list(present)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": layout.record_bytes})
+
+
+RECORDS = {layout: _record(layout) for layout in (NARROW, WIDE)}
+"""One activation record of each layout."""
+
+
+def codes_of(records: NDArray[np.void]) -> NDArray[np.int64]:
+    """The codes of records, their parts put together."""
+    codes = records["codes"].astype(np.int64)
+    if "low_parts" in (records.dtype.names or ()):
+        codes = (codes << LOW_PART_BITS) + records["low_parts"]
+    return codes
+
 
 _HALF_OFFSETS = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 """Where a file block holds float16 factors, if not only at its start."""
@@ -58,37 +81,45 @@ def random_weight(
 
 
 def packed(weight: DenseWeight | QuantizedWeight, isa: Isa) -> PackedMatrix:
-    return pack_matrix([weight], Arena(), isa=isa, embedding=True)
+    return pack_matrix([weight], Arena(), isa=isa)
 
 
-def activations(x: NDArray[np.float32], matrix: PackedMatrix) -> NDArray[np.uint8]:
+def activations(
+    x: NDArray[np.float32], matrix: PackedMatrix, layout: ActivationLayout = NARROW
+) -> NDArray[np.uint8]:
     """float32[M, K] -> uint8[M, bytes] as `matmul` takes them for this matrix."""
     if not matrix.is_quantized:
         return np.ascontiguousarray(x).view(np.uint8)
     tokens, inputs = x.shape
-    records = np.zeros((tokens, linear.activation_bytes(inputs, is_quantized=True)), np.uint8)
+    records = np.zeros((tokens, layout.row_bytes(inputs)), np.uint8)
     for row, record in zip(np.ascontiguousarray(x), records, strict=True):
-        linear.quantize_row(row.ctypes.data, record.ctypes.data, inputs)
+        linear.quantize_row(row.ctypes.data, record.ctypes.data, inputs, layout.is_wide)
     return records
 
 
-def activation_values(acts: NDArray[np.uint8], matrix: PackedMatrix) -> NDArray[np.float64]:
+def activation_values(
+    acts: NDArray[np.uint8], matrix: PackedMatrix, layout: ActivationLayout = NARROW
+) -> NDArray[np.float64]:
     """The values that activations stand for, [M, K]."""
     if not matrix.is_quantized:
         return acts.view(np.float32).astype(np.float64)
-    records = acts.view(RECORD)  # [M, groups]
-    values = records["codes"].astype(np.float64) * records["scale"][..., None]
+    records = acts.view(RECORDS[layout])  # [M, groups]
+    values = codes_of(records).astype(np.float64) * records["scale"][..., None]
     return values.reshape(len(acts), records.shape[1] * GROUP)
 
 
 def product(
-    matrix: PackedMatrix, acts: NDArray[np.uint8], first_block: int = 0, last_block: int | None = None
+    matrix: PackedMatrix,
+    acts: NDArray[np.uint8],
+    first_block: int = 0,
+    last_block: int | None = None,
+    layout: ActivationLayout = NARROW,
 ) -> NDArray[np.float32]:
     """float32[M, padded rows]; NaN where the product writes nothing."""
     out = np.full((len(acts), matrix.padded_rows), np.nan, np.float32)
     last = matrix.num_blocks if last_block is None else last_block
     linear.matmul(
-        matrix.address,
+        matrix.product_descriptor(layout),
         acts.ctypes.data,
         acts.strides[0],
         out.ctypes.data,

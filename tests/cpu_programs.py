@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu import record as graph
 from mvllm.backends.cpu.plan import Buffer
 from mvllm.backends.cpu.program import Array, Instruction, Kind, Program, lower, with_sampling
-from mvllm.backends.cpu.record import Recorder, Value
+from mvllm.backends.cpu.record import Recorder, Value, sensitive_weights
 from mvllm.backends.cpu.tables import Domain, Regime
 from mvllm.core.model.decoder import forward
 from mvllm.core.model.spec import LayerSpec, ModelSpec, RopeSpec
@@ -52,7 +52,7 @@ class Outline:
 def program_of(outline: Outline) -> Program:
     """The whole program, sampling included."""
     spec, weights = _model(outline)
-    recorder = Recorder()
+    recorder = Recorder(sensitive_weights(weights))
     taps: list[Value] = []
     logits = forward(recorder, spec, weights, taps.append)
     return with_sampling(lower(recorder.nodes, logits, taps if outline.taps else ()))

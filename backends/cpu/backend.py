@@ -14,8 +14,8 @@ _KV_DTYPES = ("f16", "f32")
 class CpuBackend(Backend):
     """Row-exact: a row's floats depend on nothing but the model and the tokens before it.
 
-    Importing this module compiles nothing; the first `load` on a machine takes about 20 seconds, later ones
-    read the compile cache.
+    Importing this module compiles nothing; the first `load` on a machine takes about 20 seconds, which it
+    announces through the logger "mvllm", later ones read the compile cache.
     """
 
     name = "cpu"
@@ -51,6 +51,9 @@ class CpuBackend(Backend):
         if reason is not None:
             raise ModelFileError(reason)
         # Imported here: the kernels' modules compile when they are imported.
+        from mvllm.backends.cpu.jit import announce_first_compilation
+
+        announce_first_compilation()
         from mvllm.backends.cpu.model import CpuModel
 
         return CpuModel(spec, weights, geometry, self._threads or default_threads())

@@ -3,8 +3,9 @@
 Modules that use `kernel` compile when they are imported; only `CpuBackend.load` imports them, so importing
 mvllm compiles nothing. `native_function` compiles on call.
 
-Numba's own cache does not notice a change in the code that emits a kernel's body. The cache folder is
-therefore named after the sources of this package; old folders are removed after a while without use.
+Numba's own cache does not notice a change in the code that emits a kernel's body, nor in a constant from
+another module. The cache folder is therefore named after all these sources; old folders are removed after a
+while without use.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -19,20 +21,23 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import llvmlite
 import numba
 
+import mvllm.core
 from mvllm.backends.cpu import isa
+from mvllm.core.cache_folder import cache_folder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False, "fastmath": False}
 _KEEP_UNUSED_S = 30 * 24 * 3600  # how long a folder of other sources survives without use
 
+_log = logging.getLogger("mvllm")
 _settings: Any = numba.config
 _cache_dir_lock = threading.RLock()  # the setting is process-wide
 
@@ -60,7 +65,7 @@ def native_function(signature: str, function: Callable[..., Any]) -> Any:
 @contextlib.contextmanager
 def _cache_dir() -> Iterator[bool]:
     """Point Numba at our compile cache; yields whether there is one."""
-    folder = cache_folder()
+    folder = kernel_folder()
     if folder is None:
         yield False
         return
@@ -74,13 +79,13 @@ def _cache_dir() -> Iterator[bool]:
 
 
 @functools.cache
-def cache_folder() -> Path | None:
+def kernel_folder() -> Path | None:
     """The compile cache of these sources and this instruction set, made if need be.
 
     None, after one warning, where no folder can be written: then every process compiles anew.
     """
     try:
-        parent = user_cache_folder(os.environ, sys.platform) / "mvllm" / "kernels"
+        parent = cache_folder(os.environ, sys.platform) / "kernels"
         folder = parent / _version()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -90,7 +95,7 @@ def cache_folder() -> Path | None:
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"compiled kernels can't be kept ({error}): every start compiles them anew. "
-            "Set XDG_CACHE_HOME to a writable folder to avoid this.",
+            "Set MVLLM_CACHE to a writable folder to avoid this.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -98,20 +103,16 @@ def cache_folder() -> Path | None:
     return folder
 
 
-def user_cache_folder(environment: Mapping[str, str], platform: str) -> Path:
-    """Where the platform keeps a user's caches.
+@functools.cache
+def announce_first_compilation() -> None:
+    """Log, once per process, that compiling is about to take a while, if the compile cache is empty.
 
-    Raises:
-        RuntimeError: the user has no home folder.
+    Silent where there is no cache: the warning of `kernel_folder` has said so.
     """
-    configured = environment.get("XDG_CACHE_HOME")
-    if configured and Path(configured).is_absolute():
-        return Path(configured)
-    if platform == "win32" and environment.get("LOCALAPPDATA"):
-        return Path(environment["LOCALAPPDATA"])
-    if platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path.home() / ".cache"
+    folder = kernel_folder()
+    if folder is not None and not any(folder.iterdir()):
+        name = isa.selected().name
+        _log.info("compiling CPU kernels for %s: first start on this machine, about 20 s", name)
 
 
 def prune(parent: Path, keep: Path, before: float) -> None:
@@ -127,13 +128,20 @@ def prune(parent: Path, keep: Path, before: float) -> None:
 def _version() -> str:
     """Names everything that compiled code depends on beyond Numba's own key (which holds the CPU)."""
     versions = f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}"
-    return f"{sources_digest(Path(__file__).parent, versions)}-{isa.selected().name}"
+    return f"{sources_digest(kernel_sources(), versions)}-{isa.selected().name}"
 
 
-def sources_digest(folder: Path, salt: str = "") -> str:
-    """Short hash of the Python files directly in `folder`."""
+def kernel_sources() -> list[Path]:
+    """Every file whose code or constants end up in compiled kernels."""
+    core = Path(mvllm.core.__path__[0])
+    sampler = sorted((core / "sampling").glob("*.py"))
+    return [*sorted(Path(__file__).parent.glob("*.py")), *sampler, core / "request.py", core / "step.py"]
+
+
+def sources_digest(sources: Iterable[Path], salt: str = "") -> str:
+    """Short hash of the files' names and contents, in the order given."""
     digest = hashlib.sha256(salt.encode())
-    for source in sorted(folder.glob("*.py")):
+    for source in sources:
         content = source.read_bytes()
         digest.update(f"\0{source.name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:16]

@@ -21,13 +21,14 @@ Codes come as eight quads: quad j of row r holds the codes of its inputs 4j to 4
 
 Dense row block: [inputs][lanes] values in the file's own type.
 
-Activations for a quantized matrix, per group of 32 inputs (`ACTIVATION_RECORD_BYTES`):
+Activations for a quantized matrix, per group of 32 inputs a record (`ActivationLayout`):
 
-    codes          int8[32], scale * code approximates the value; scale = largest magnitude / 127
-    scale          float32
+    codes          int8[32]; wide: the codes' high parts
+    scale          float32; scale * code approximates the value
     scaled sum     float32, scale * sum of the codes
     minus sum      int32, minus the sum of the codes
     minus low sum  int32, minus the sum of the first 16 codes
+    low parts      int8[32], wide only: code = 128 * high part + low part
 """
 
 from __future__ import annotations
@@ -43,7 +44,36 @@ SCALE_OFFSET = GROUP
 SCALED_SUM_OFFSET = SCALE_OFFSET + 4
 MINUS_SUM_OFFSET = SCALED_SUM_OFFSET + 4
 MINUS_LOW_SUM_OFFSET = MINUS_SUM_OFFSET + 4
-ACTIVATION_RECORD_BYTES = MINUS_LOW_SUM_OFFSET + 4
+LOW_PARTS_OFFSET = MINUS_LOW_SUM_OFFSET + 4
+
+LOW_PART_BITS = 7
+"""A low part lies in [-64, 63], so that a high part lies in [-127, 127]."""
+
+
+@dataclass(frozen=True)
+class ActivationLayout:
+    """How finely activations are rounded for a quantized product. The scale is the largest magnitude of a
+    group over `largest_code`."""
+
+    name: str
+    largest_code: int
+    record_bytes: int
+
+    @property
+    def is_wide(self) -> bool:
+        """Codes have a high and a low part."""
+        return self.largest_code > 127
+
+    def row_bytes(self, inputs: int) -> int:
+        """Bytes of one token's records."""
+        return inputs // GROUP * self.record_bytes
+
+
+NARROW = ActivationLayout("narrow", 127, LOW_PARTS_OFFSET)
+WIDE = ActivationLayout("wide", 127 << LOW_PART_BITS, LOW_PARTS_OFFSET + GROUP)
+"""Twice the integer products, a hundredth of the rounding error."""
+
+ACTIVATION_LAYOUTS = {layout.name: layout for layout in (NARROW, WIDE)}
 
 
 @dataclass(frozen=True)

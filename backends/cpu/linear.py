@@ -1,8 +1,8 @@
 """Matrix products and embedding rows over packed matrices, for use inside other compiled code.
 
-A packed matrix is described by a vector of int64, its descriptor. It holds the addresses of the functions
-that serve the matrix's format; they are compiled (or read from the compile cache) when a matrix of that
-format is first packed, and called through the address, so that callers neither contain nor recompile them.
+A use of a packed matrix is described by a vector of int64, its descriptor. It holds the address of the
+function that serves this use of the matrix's format, compiled (or read from the compile cache) when first
+needed, and called through the address, so that callers neither contain nor recompile it.
 
 All functions take raw addresses and check nothing: whoever builds a program validates shapes once.
 """
@@ -24,24 +24,18 @@ from mvllm.backends.cpu.dense_kernels import (
 )
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.jit import kernel, native_function
-from mvllm.backends.cpu.layout import ACTIVATION_RECORD_BYTES, DENSE, GROUP
-from mvllm.backends.cpu.quantized_kernels import dequantize_row, multiply_tile, quantize_groups
+from mvllm.backends.cpu.layout import DENSE, GROUP, ActivationLayout
+from mvllm.backends.cpu.quantized_kernels import dequantize_row, max_tokens, multiply_tile, quantize_groups
 from mvllm.backends.cpu.vector import I64, VOID, Emitter, Value, emitted
 
 # Fields of a descriptor, as indices of its int64 elements.
-MATMUL, EMBED, WEIGHTS, BLOCK_STRIDE, INPUTS, BLOCKS, ROWS, IS_QUANTIZED, LANES = range(9)
-DESCRIPTOR_FIELDS = 9
+FUNCTION, WEIGHTS, BLOCK_STRIDE, INPUTS = range(4)
+DESCRIPTOR_FIELDS = 4
 
 _MATMUL_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 _EMBED_SIGNATURE = "void(int64, int64, int64)"
-_L2_ACTIVATION_BYTES = (
-    384 * 1024
-)  # activations that one pass over the weights keeps in the second-level cache
-
-
-def activation_bytes(inputs: int, is_quantized: bool) -> int:
-    """Bytes of one token's activations as `matmul` takes them: records, or the float32 row itself."""
-    return inputs // GROUP * ACTIVATION_RECORD_BYTES if is_quantized else 4 * inputs
+# Activations that one pass over the weights keeps in the second-level cache.
+_L2_ACTIVATION_BYTES = 384 * 1024
 
 
 def _emit_load_field(emitter: Emitter, descriptor: Value, field: Value) -> Value:
@@ -67,11 +61,11 @@ def matmul(  # type: ignore[no-untyped-def]
     """out[t, row] = activations[t] . weights[row] for all tokens t and the rows of blocks [first, last).
 
     `descriptor`, `activations` and `out` are addresses, strides are bytes from one token to the next.
-    Activations are records of `quantize_row` or float32 rows (descriptor field `IS_QUANTIZED`). Rows are
-    columns of `out`, float32; all `LANES` rows of a block are written, so a row of `out` has room for
-    BLOCKS * LANES floats. A value does not depend on `tokens`, nor on the blocks asked for.
+    Activations are the records of `quantize_row` that the descriptor was made for, or float32 rows for a
+    dense matrix. Rows are columns of `out`, float32; all rows of a block are written, so a row of `out` has
+    room for whole blocks. A value does not depend on `tokens`, nor on the blocks asked for.
     """
-    function = load_field(descriptor, MATMUL)
+    function = load_field(descriptor, FUNCTION)
     _call_matmul(
         function,
         descriptor,
@@ -87,21 +81,32 @@ def matmul(  # type: ignore[no-untyped-def]
 
 @kernel(_EMBED_SIGNATURE)
 def embed_row(descriptor, token, out):  # type: ignore[no-untyped-def]
-    """out[0:INPUTS] = row `token` of the matrix, exact, float32; the matrix was packed with `embedding`."""
-    _call_embed(load_field(descriptor, EMBED), descriptor, token, out)
+    """out[0:INPUTS] = row `token` of the matrix, exact, float32; the descriptor is for embedding."""
+    _call_embed(load_field(descriptor, FUNCTION), descriptor, token, out)
 
 
-@kernel("void(int64, int64, int64)")
-def quantize_row(x, records, inputs):  # type: ignore[no-untyped-def]
+@kernel("void(int64, int64, int64, int64)")
+def quantize_row(x, records, inputs, is_wide):  # type: ignore[no-untyped-def]
     """Write the activation records of the float32 row at `x`; `inputs` is a multiple of 32."""
-    quantize_groups(x, records, inputs // GROUP)
+    if is_wide:
+        quantize_groups("wide", x, records, inputs // GROUP)
+    else:
+        quantize_groups("narrow", x, records, inputs // GROUP)
 
 
 @functools.cache
-def matmul_address(format_name: str, isa: Isa) -> int:
-    """Address of the product's code for a format, compiled on first use and kept for the process."""
-    make = _make_dense_matmul if format_name in DENSE else _make_quantized_matmul
-    return _address(_MATMUL_SIGNATURE, make(format_name, isa.name, isa.lanes, isa.max_tokens))
+def matmul_address(format_name: str, isa: Isa, records: ActivationLayout) -> int:
+    """Address of the product's code for a format, compiled on first use and kept for the process.
+
+    `records` means nothing for a dense format.
+    """
+    if format_name in DENSE:
+        function = _make_dense_matmul(format_name, isa.name, isa.lanes, isa.max_tokens)
+    else:
+        function = _make_quantized_matmul(
+            format_name, isa.name, records.name, isa.lanes, max_tokens(isa, records)
+        )
+    return _address(_MATMUL_SIGNATURE, function)
 
 
 @functools.cache
@@ -125,7 +130,7 @@ def _address(signature: str, function: Callable[..., Any]) -> int:
 
 
 def _make_quantized_matmul(
-    format_name: str, isa_name: str, lanes: int, max_tokens: int
+    format_name: str, isa_name: str, activation_name: str, lanes: int, largest_tile: int
 ) -> Callable[..., Any]:
     def quantized_matmul(  # type: ignore[no-untyped-def]
         descriptor, activations, activation_stride, out, out_stride, tokens, first_block, last_block
@@ -133,17 +138,18 @@ def _make_quantized_matmul(
         weights = load_field(descriptor, WEIGHTS)
         block_stride = load_field(descriptor, BLOCK_STRIDE)
         groups = load_field(descriptor, INPUTS) // GROUP
-        at_once = max(max_tokens, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
+        at_once = max(largest_tile, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
         for start in range(0, tokens, at_once):
             stop = min(start + at_once, tokens)
             for block in range(first_block, last_block):
                 token = start
                 while token < stop:
-                    tiles = (stop - token + max_tokens - 1) // max_tokens
+                    tiles = (stop - token + largest_tile - 1) // largest_tile
                     count = (stop - token + tiles - 1) // tiles
                     multiply_tile(
                         format_name,
                         isa_name,
+                        activation_name,
                         count,
                         weights + block * block_stride,
                         activations + token * activation_stride,
@@ -167,7 +173,7 @@ def _make_quantized_embed(format_name: str, isa_name: str, lanes: int) -> Callab
     return quantized_embed
 
 
-def _make_dense_matmul(format_name: str, isa_name: str, lanes: int, max_tokens: int) -> Callable[..., Any]:
+def _make_dense_matmul(format_name: str, isa_name: str, lanes: int, largest_tile: int) -> Callable[..., Any]:
     def dense_matmul(  # type: ignore[no-untyped-def]
         descriptor, activations, activation_stride, out, out_stride, tokens, first_block, last_block
     ):
@@ -182,13 +188,13 @@ def _make_dense_matmul(format_name: str, isa_name: str, lanes: int, max_tokens: 
                     format_name, isa_name, block_weights, block_stride, activations, 0, target, 0, inputs
                 )
                 first_block += BLOCKS_AT_ONCE
-        at_once = max(max_tokens, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
+        at_once = max(largest_tile, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
         for start in range(0, tokens, at_once):
             stop = min(start + at_once, tokens)
             for block in range(first_block, last_block):
                 token = start
                 while token < stop:
-                    tiles = (stop - token + max_tokens - 1) // max_tokens
+                    tiles = (stop - token + largest_tile - 1) // largest_tile
                     count = (stop - token + tiles - 1) // tiles
                     multiply_dense_tile(
                         format_name,

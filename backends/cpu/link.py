@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mvllm.backends.cpu import record as graph
 from mvllm.backends.cpu.kv_pool import KvPool
-from mvllm.backends.cpu.layout import ACTIVATION_RECORD_BYTES, GROUP
+from mvllm.backends.cpu.layout import NARROW
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
 from mvllm.backends.cpu.operations import address_of
 from mvllm.backends.cpu.plan import Buffer, assign_buffers, check_widths, find_barriers
@@ -22,6 +22,7 @@ from mvllm.backends.cpu.tables import (
     INSTRUCTION,
     LINEAR,
     NORM,
+    QUANTIZE,
     ROTATE,
     SCALAR,
     Domain,
@@ -72,7 +73,7 @@ class Linker:
             CapacityError: memory can't be had.
         """
         check_widths(program.instructions)
-        buffers = assign_buffers(program, ACTIVATION_RECORD_BYTES, GROUP)
+        buffers = assign_buffers(program)
         barriers = find_barriers(program, buffers)
         memory = {buffer: self._allocate(buffer) for buffer in set(buffers.values())}
         instructions = program.instructions
@@ -112,14 +113,14 @@ class Linker:
         """The record of numbers and addresses that the instruction's function reads."""
         match step.operation:
             case graph.Embed(table):
-                return _record(EMBED, descriptor=self._weights.matrix(table).address)
+                return _record(EMBED, descriptor=self._weights.matrix(table).embedding_descriptor())
             case graph.RmsNorm(gain, eps):
                 return _record(NORM, gain=self._weights.vector(gain), group=gain.shape[0], eps=eps)
-            case graph.Linear(weight, bias):
+            case graph.Linear(weight, bias, activations):
                 matrix = self._weights.matrix(weight)
                 return _record(
                     LINEAR,
-                    descriptor=matrix.address,
+                    descriptor=matrix.product_descriptor(activations or NARROW),
                     bias=self._weights.vector(bias) if bias is not None else 0,
                     blocks=matrix.num_blocks,
                     lanes=matrix.isa.lanes,
@@ -136,6 +137,9 @@ class Linker:
                 return _record(GATE, epilogue=Epilogue.SILU if activation == "silu" else Epilogue.GELU_TANH)
             case graph.Scale(value) | graph.SoftCap(value):
                 return _record(SCALAR, value=value)
+            case None if step.kind is Kind.QUANTIZE:
+                assert step.output is not None and step.output.records is not None
+                return _record(QUANTIZE, is_wide=step.output.records.is_wide)
             case _:
                 return _record(SCALAR)
 

@@ -9,8 +9,8 @@ from mvllm.backends.cpu.tables import Epilogue, Regime
 
 _LEGEND = """\
 Columns: number; regimes in which all threads meet before it (1: one token, L: one logit row of several
-tokens, M: many); what it does; output <- inputs. v5 is a float32 matrix, q5 its 8-bit records, b3 the buffer;
-a star marks what each thread computes for itself when there is a single row."""
+tokens, M: many); what it does; output <- inputs. v5 is a float32 matrix, q5 and w5 its narrow and wide
+records, b3 the buffer; a star marks what each thread computes for itself when there is a single row."""
 
 _REGIME_LETTERS = {Regime.ONE_TOKEN: "1", Regime.ONE_LOGIT_ROW: "L", Regime.MANY: "M"}
 

@@ -16,7 +16,7 @@ from mvllm.backends.cpu.listing import list_program
 from mvllm.backends.cpu.memory import aligned_zeros
 from mvllm.backends.cpu.operations import program_runner
 from mvllm.backends.cpu.program import lower, with_sampling
-from mvllm.backends.cpu.record import Recorder, Value
+from mvllm.backends.cpu.record import Recorder, Value, sensitive_weights
 from mvllm.backends.cpu.sampler_table import NUM_COLUMNS, empty_output, pack_parameters, sampler_scratch_bytes
 from mvllm.backends.cpu.team import Team
 from mvllm.backends.cpu.weights import PackedWeights
@@ -61,12 +61,12 @@ class _Resources:
     """Everything of a model that `close` lets go. Owns weights, KV pool, programs, buffers and threads."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, geometry: KvGeometry, threads: int) -> None:
-        recorder = Recorder()
+        recorder = Recorder(sensitive_weights(weights))
         self._taps: list[Value] = []
         self._logits = forward(recorder, spec, weights, self._taps.append)
         self._nodes = recorder.nodes
         self.pool = KvPool(layout_for(spec, geometry))
-        self.weights = PackedWeights(weights.embedding)
+        self.weights = PackedWeights()
         self._linker = Linker(spec, geometry, self.weights, self.pool, threads)
         self.linked = self._linker.link(with_sampling(lower(self._nodes, self._logits)))
         self._tapped: LinkedProgram | None = None

@@ -26,6 +26,7 @@ from mvllm.backends.cpu.tables import (
     INSTRUCTION,
     LINEAR,
     NORM,
+    QUANTIZE,
     ROTATE,
     SCALAR,
     Domain,
@@ -40,8 +41,8 @@ _ADD, _SILU, _GELU_TANH, _SOFT_CAP = (
 _INSTRUCTION_BYTES = INSTRUCTION.itemsize
 
 instruction_at = record_at(INSTRUCTION)
-embed_at, norm_at, linear_at, rotate_at, scalar_at, gate_at = (
-    record_at(table) for table in (EMBED, NORM, LINEAR, ROTATE, SCALAR, GATE)
+embed_at, norm_at, quantize_at, linear_at, rotate_at, scalar_at, gate_at = (
+    record_at(table) for table in (EMBED, NORM, QUANTIZE, LINEAR, ROTATE, SCALAR, GATE)
 )
 
 
@@ -99,10 +100,12 @@ def _norm(instruction: Any, worker: Any) -> None:
 
 def _quantize(instruction: Any, worker: Any) -> None:
     i = instruction_at(instruction)
+    is_wide = quantize_at(i.parameters).is_wide
     first, last = _share_of_rows(instruction, worker)
     source, _, target = _matrices(instruction, worker)
     for row in range(first, last):
-        quantize_row(source + row * i.input.stride, target + row * i.output.stride, i.width)
+        x, records = source + row * i.input.stride, target + row * i.output.stride
+        quantize_row(x, records, i.width, is_wide)
 
 
 def _linear(instruction: Any, worker: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,17 @@ from numpy.typing import NDArray
 
 from mvllm.backends.cpu import linear
 from mvllm.backends.cpu.isa import Isa, selected
-from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED, DenseLayout, QuantLayout
+from mvllm.backends.cpu.layout import (
+    DENSE,
+    GROUP,
+    NARROW,
+    QUANTIZED,
+    ActivationLayout,
+    DenseLayout,
+    QuantLayout,
+)
 from mvllm.backends.cpu.pack_kernels import code_packer
+from mvllm.core.load.mapped import release_pages
 from mvllm.core.load.quantized import FactoredGroups
 from mvllm.core.load.weights import DENSE_DTYPES, DenseWeight, QuantizedWeight
 from mvllm.core.tensor import Weight
@@ -54,7 +63,9 @@ class Arena:
 
 def _map_anonymous(num_bytes: int) -> NDArray[np.uint8]:
     """Fresh zeroed memory that starts at a huge page; pages are taken from the system when first written."""
-    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    # A shared mapping, Python's default, gets no huge pages under Linux's usual settings.
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, np.uint8)
@@ -73,12 +84,27 @@ class PackedMatrix:
     inputs: int
     num_blocks: int
     data: NDArray[np.uint8]  # [num_blocks, bytes of a row block]
-    descriptor: NDArray[np.int64]  # see `linear`
+    _descriptors: list[NDArray[np.int64]] = field(default_factory=list)  # handed out by address
 
-    @property
-    def address(self) -> int:
-        """Address of the descriptor, for `linear.matmul` and `linear.embed_row`."""
-        return int(self.descriptor.ctypes.data)
+    def product_descriptor(self, activations: ActivationLayout = NARROW) -> int:
+        """Address of a descriptor for `linear.matmul`; compiles the format's kernel for these activations.
+
+        A dense matrix takes float32 rows, whatever `activations` says.
+        """
+        return self._descriptor(linear.matmul_address(self.format_name, self.isa, activations))
+
+    def embedding_descriptor(self) -> int:
+        """Address of a descriptor for `linear.embed_row`; compiles the format's kernel."""
+        return self._descriptor(linear.embed_address(self.format_name, self.isa))
+
+    def _descriptor(self, function: int) -> int:
+        fields = np.zeros(linear.DESCRIPTOR_FIELDS, np.int64)
+        fields[linear.FUNCTION] = function
+        fields[linear.WEIGHTS] = self.data.ctypes.data
+        fields[linear.BLOCK_STRIDE] = self.data.shape[1]
+        fields[linear.INPUTS] = self.inputs
+        self._descriptors.append(fields)
+        return int(fields.ctypes.data)
 
     @property
     def nbytes(self) -> int:
@@ -107,13 +133,11 @@ def pack_matrix(
     *,
     isa: Isa | None = None,
     alternate: bool = False,
-    embedding: bool = False,
 ) -> PackedMatrix:
-    """Pack matrices of the same format and number of inputs as one; compiles that format's kernels.
+    """Pack matrices of the same format and number of inputs as one.
 
     Rows are concatenated. With `alternate` the row blocks of the weights take turns instead (they have
-    equally many rows then, each padded to whole blocks). `embedding` makes `linear.embed_row` usable.
-    Mutates the arena.
+    equally many rows then, each padded to whole blocks). Mutates the arena.
     """
     isa = isa or selected()
     first = weights[0]
@@ -136,24 +160,7 @@ def pack_matrix(
         inputs=inputs,
         num_blocks=num_blocks,
         data=data,
-        descriptor=_descriptor(format_name, isa, rows, inputs, data, embedding),
     )
-
-
-def _descriptor(
-    format_name: str, isa: Isa, rows: int, inputs: int, data: NDArray[np.uint8], embedding: bool
-) -> NDArray[np.int64]:
-    fields = np.zeros(linear.DESCRIPTOR_FIELDS, np.int64)
-    fields[linear.MATMUL] = linear.matmul_address(format_name, isa)
-    fields[linear.EMBED] = linear.embed_address(format_name, isa) if embedding else 0
-    fields[linear.WEIGHTS] = data.ctypes.data
-    fields[linear.BLOCK_STRIDE] = data.shape[1]
-    fields[linear.INPUTS] = inputs
-    fields[linear.BLOCKS] = data.shape[0]
-    fields[linear.ROWS] = rows
-    fields[linear.IS_QUANTIZED] = format_name in QUANTIZED
-    fields[linear.LANES] = isa.lanes
-    return fields
 
 
 def block_bytes(format_name: str, inputs: int, isa: Isa) -> int:
@@ -177,6 +184,8 @@ def _pack_stream(weights: list[Weight], blocks: NDArray[np.uint8], isa: Isa) -> 
             _pack_dense([_dense_rows(*piece) for piece in pieces], target, isa, DENSE[format_name])
         else:
             _pack_quantized([_groups(*piece) for piece in pieces], target, isa, QUANTIZED[format_name])
+        for piece in pieces:
+            _release(*piece)
 
 
 def _pieces(weights: list[Weight], start: int, stop: int) -> list[tuple[Weight, int, int]]:
@@ -200,6 +209,12 @@ def _dense_rows(weight: Weight, start: int, stop: int) -> NDArray[Any]:
 def _groups(weight: Weight, start: int, stop: int) -> FactoredGroups:
     assert isinstance(weight, QuantizedWeight), weight
     return weight.unpack(start, stop)
+
+
+def _release(weight: Weight, start: int, stop: int) -> None:
+    """Let the file's pages of packed rows go. Reordered rows stay within a head, so few pages are missed."""
+    assert isinstance(weight, DenseWeight | QuantizedWeight), weight
+    release_pages(weight.stored[start:stop])
 
 
 def _pack_dense(pieces: list[NDArray[Any]], target: NDArray[np.uint8], isa: Isa, layout: DenseLayout) -> None:

@@ -31,11 +31,8 @@ class Buffer:
     row_bytes: int
 
 
-def assign_buffers(program: Program, record_bytes: int, record_width: int) -> dict[Array, Buffer]:
-    """A buffer for every array, reused once an array's last reader has run.
-
-    `record_bytes` is the size of the record of `record_width` values.
-    """
+def assign_buffers(program: Program) -> dict[Array, Buffer]:
+    """A buffer for every array, reused once an array's last reader has run."""
     last_use = {array: index for index, step in enumerate(program.instructions) for array in step.arrays}
     for array in (program.logits, *program.kept):
         last_use[array] = len(program.instructions)
@@ -55,7 +52,7 @@ def assign_buffers(program: Program, record_bytes: int, record_width: int) -> di
             release(dying)
         output = step.output
         if output is not None:
-            row_bytes = _row_bytes(output, record_bytes, record_width)
+            row_bytes = _row_bytes(output)
             available = free[output.domain, row_bytes, output in program.private]
             if available:
                 # Otherwise the one free for longest: the last reader of the others may still be at work.
@@ -68,9 +65,9 @@ def assign_buffers(program: Program, record_bytes: int, record_width: int) -> di
     return buffers
 
 
-def _row_bytes(array: Array, record_bytes: int, record_width: int) -> int:
-    if array.is_records:
-        return round_up(array.width // record_width * record_bytes)
+def _row_bytes(array: Array) -> int:
+    if array.records is not None:
+        return round_up(array.records.row_bytes(array.width))
     return 4 * round_up(array.width, _COLUMN_BLOCK)
 
 

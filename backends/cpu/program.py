@@ -1,8 +1,9 @@
 """Lowers the recorded graph to a linear program of instructions.
 
-A value of the graph becomes an array, and so do the 8-bit records that a quantized product reads: they are
-made once per value, however many products share them. Fused away are additions, gates and soft caps that
-directly follow a product: a thread applies them to the columns it has just computed, without a barrier.
+A value of the graph becomes an array, and so do the records of rounded values that a quantized product
+reads: they are made once per value and layout, however many products share them. Fused away are additions,
+gates and soft caps that directly follow a product: a thread applies them to the columns it has just
+computed, without a barrier.
 
 Kinds of instruction and how the team shares their work:
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mvllm.backends.cpu import record as graph
-from mvllm.backends.cpu.layout import QUANTIZED
+from mvllm.backends.cpu.layout import ActivationLayout
 from mvllm.backends.cpu.record import Node, Value
 from mvllm.backends.cpu.tables import Domain, Epilogue
 
@@ -47,15 +48,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Array:
-    """A matrix in memory: float32 values, or the 8-bit records of a value."""
+    """A matrix in memory: float32 values, or records of a value rounded for products."""
 
     number: int  # of the value
     width: int  # values per row
     domain: Domain
-    is_records: bool = False
+    records: ActivationLayout | None = None  # None: float32
 
     def __str__(self) -> str:
-        return f"{'q' if self.is_records else 'v'}{self.number}"
+        letter = "v" if self.records is None else "w" if self.records.is_wide else "q"
+        return f"{letter}{self.number}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class _Lowering:
 
     def __init__(self, nodes: Sequence[Node], kept: set[Value]) -> None:
         self.instructions: list[Instruction] = []
-        self._records: dict[Value, Array] = {}
+        self._records: dict[tuple[Value, ActivationLayout], Array] = {}
         self._fused: set[Value] = set()  # outputs of nodes that are part of an earlier instruction
         uses = Counter(value for node in nodes for value in node.inputs)
         self._only_user = {
@@ -162,9 +164,8 @@ class _Lowering:
 
     def _add_linear(self, node: Node, operation: graph.Linear) -> None:
         source = node.inputs[0]
-        activations = (
-            self._records_of(source) if operation.weight.format_name in QUANTIZED else _array(source)
-        )
+        layout = operation.activations
+        activations = _array(source) if layout is None else self._records_of(source, layout)
         plain = Instruction(
             Kind.LINEAR, source.domain, activations, output=_array(node.output), operation=operation
         )
@@ -191,10 +192,10 @@ class _Lowering:
         self._fused.add(user.output)
         return replace(linear, output=_array(user.output), other=_array(other), epilogue=epilogue)
 
-    def _records_of(self, value: Value) -> Array:
-        records = self._records.get(value)
+    def _records_of(self, value: Value, layout: ActivationLayout) -> Array:
+        records = self._records.get((value, layout))
         if records is None:
-            records = self._records[value] = replace(_array(value), is_records=True)
+            records = self._records[value, layout] = replace(_array(value), records=layout)
             self.instructions.append(Instruction(Kind.QUANTIZE, value.domain, _array(value), output=records))
         return records
 

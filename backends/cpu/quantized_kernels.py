@@ -1,7 +1,7 @@
 """Products with quantized weights, for every format of `layout.QUANTIZED` and every instruction set.
 
 A tile is one row block times a few tokens. Per group of 32 inputs it unpacks the weights' codes once, forms
-the exact integer dot products with each token's 8-bit codes, and carries one float32 accumulator per output:
+the exact integer dot products with each token's codes, and carries one float32 accumulator per output:
 
     sum = fma(float(dot), scale * activation_scale, sum)        one scale per group
     sum = fma(float(low dot) * low scale + float(high dot) * high scale, activation_scale, sum)    two
@@ -13,17 +13,21 @@ Groups ascend. Hence an output's value does not depend on the tile, the batch or
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mvllm.backends.cpu.isa import ISAS, Isa, half_to_float, prefetch_distance
 from mvllm.backends.cpu.layout import (
-    ACTIVATION_RECORD_BYTES,
+    ACTIVATION_LAYOUTS,
     GROUP,
+    LOW_PART_BITS,
+    LOW_PARTS_OFFSET,
     MINUS_LOW_SUM_OFFSET,
     MINUS_SUM_OFFSET,
     QUADS,
     QUANTIZED,
     SCALE_OFFSET,
     SCALED_SUM_OFFSET,
+    ActivationLayout,
     QuantLayout,
 )
 from mvllm.backends.cpu.vector import (
@@ -43,7 +47,7 @@ from mvllm.backends.cpu.vector import (
 # Rounding to the nearest integer, ties to even: adding this leaves the integer in the low mantissa bits.
 _ROUNDER = 1.5 * 2.0**23
 _ROUNDER_BITS = 0x4B400000
-_SMALLEST_MAXIMUM = 2.0**-120  # below it 127 / maximum could overflow; such a group counts as zeros
+_SMALLEST_MAXIMUM = 2.0**-110  # below it code / maximum could overflow; such a group counts as zeros
 
 
 def load_codes(emitter: Emitter, layout: QuantLayout, planes: list[Value]) -> list[Value]:
@@ -160,6 +164,7 @@ def emit_tile(
     emitter: Emitter,
     isa: Isa,
     layout: QuantLayout,
+    records: ActivationLayout,
     tokens: int,
     weights: Value,
     activations: Value,
@@ -183,10 +188,11 @@ def emit_tile(
         ]
         codes = load_codes(emitter, layout, planes)
         scales, bias = factors.scales(header, record), factors.bias(header, record)
-        position = emitter.times(index, ACTIVATION_RECORD_BYTES)
+        position = emitter.times(index, records.record_bytes)
+        dot = _Dot(emitter, isa, layout, records, codes)
         return [
             emitter.pin(
-                _accumulate(emitter, isa, layout, codes, scales, bias, emitter.offset(row, position), sum_),
+                _accumulate(dot, scales, bias, emitter.offset(row, position), sum_),
                 isa.register if tokens > 1 else None,
             )
             for row, sum_ in zip(rows, sums, strict=True)
@@ -198,45 +204,60 @@ def emit_tile(
         emitter.store(sum_, emitter.offset(out, emitter.times(out_stride, I64(token))))
 
 
-def _accumulate(
-    emitter: Emitter,
-    isa: Isa,
-    layout: QuantLayout,
-    codes: list[Value],
-    scales: list[Value],
-    bias: Value | None,
-    activation: Value,
-    sum_: Value,
-) -> Value:
+@dataclass(frozen=True)
+class _Dot:
+    """Exact integer dot products of one group's weight codes with a token's activation codes."""
+
+    emitter: Emitter
+    isa: Isa
+    layout: QuantLayout
+    records: ActivationLayout
+    codes: list[Value]
+
+    def of_group(self, record: Value) -> list[Value]:
+        """int32[lanes]: one for the group, or one for each half if each half has a scale."""
+        minus_sum = self.emitter.load_splat(I32, self.isa.lanes, record, MINUS_SUM_OFFSET)
+        if self.layout.scales == 1:
+            return [self._of_quads(0, QUADS, record, minus_sum)]
+        minus_low = self.emitter.load_splat(I32, self.isa.lanes, record, MINUS_LOW_SUM_OFFSET)
+        minus_high = self.emitter.builder.sub(minus_sum, minus_low)
+        half = QUADS // 2
+        return [
+            self._of_quads(0, half, record, minus_low),
+            self._of_quads(half, QUADS, record, minus_high),
+        ]
+
+    def _of_quads(self, first: int, last: int, record: Value, minus_sum: Value) -> Value:
+        if not self.records.is_wide:
+            return self._of_parts(first, last, record, 0, minus_sum)
+        # The sum that removes the zero point goes in once, with the low parts.
+        none = constant(I32, self.isa.lanes, 0)
+        high = self._of_parts(first, last, record, 0, none)
+        low = self._of_parts(first, last, record, LOW_PARTS_OFFSET, minus_sum)
+        builder = self.emitter.builder
+        return builder.add(builder.shl(high, constant(I32, self.isa.lanes, LOW_PART_BITS)), low)
+
+    def _of_parts(self, first: int, last: int, record: Value, offset: int, minus_sum: Value) -> Value:
+        activation = self.emitter.offset(record, offset + 4 * first)
+        layout = self.layout
+        return self.isa.dot(
+            self.emitter, self.codes[first:last], activation, layout.bits, layout.zero, minus_sum
+        )
+
+
+def _accumulate(dot: _Dot, scales: list[Value], bias: Value | None, record: Value, sum_: Value) -> Value:
     """`sum_` plus one group's product with one token (formula above)."""
-    builder, lanes = emitter.builder, isa.lanes
+    emitter, builder, lanes = dot.emitter, dot.emitter.builder, dot.isa.lanes
     floats = vector(F32, lanes)
-    dots = [builder.sitofp(dot, floats) for dot in _group_dots(emitter, isa, layout, codes, activation)]
-    scale = emitter.load_splat(F32, lanes, activation, SCALE_OFFSET)
+    dots = [builder.sitofp(exact, floats) for exact in dot.of_group(record)]
+    scale = emitter.load_splat(F32, lanes, record, SCALE_OFFSET)
     if len(dots) == 1:
         sum_ = emitter.fma(dots[0], builder.fmul(scales[0], scale), sum_)
     else:
         sum_ = emitter.fma(emitter.fma(dots[1], scales[1], builder.fmul(dots[0], scales[0])), scale, sum_)
     if bias is not None:
-        sum_ = emitter.fma(bias, emitter.load_splat(F32, lanes, activation, SCALED_SUM_OFFSET), sum_)
+        sum_ = emitter.fma(bias, emitter.load_splat(F32, lanes, record, SCALED_SUM_OFFSET), sum_)
     return sum_
-
-
-def _group_dots(
-    emitter: Emitter, isa: Isa, layout: QuantLayout, codes: list[Value], activation: Value
-) -> list[Value]:
-    """The group's integer dot product, or those of its halves if each half has a scale."""
-    minus_sum = emitter.load_splat(I32, isa.lanes, activation, MINUS_SUM_OFFSET)
-    if layout.scales == 1:
-        return [isa.dot(emitter, codes, activation, layout.bits, layout.zero, minus_sum)]
-    minus_low = emitter.load_splat(I32, isa.lanes, activation, MINUS_LOW_SUM_OFFSET)
-    minus_high = emitter.builder.sub(minus_sum, minus_low)
-    half = QUADS // 2
-    high = emitter.offset(activation, GROUP // 2)
-    return [
-        isa.dot(emitter, codes[:half], activation, layout.bits, layout.zero, minus_low),
-        isa.dot(emitter, codes[half:], high, layout.bits, layout.zero, minus_high),
-    ]
 
 
 def emit_row(
@@ -265,63 +286,87 @@ def emit_row(
     _for_each_group(emitter, isa, layout, factors, weights, groups, [], group)
 
 
-def emit_quantize(emitter: Emitter, x: Value, records: Value, groups: Value) -> None:
-    """float32[groups * 32] at x -> activation records (see `layout`); scales amax / 127, ties to even.
+def emit_quantize(
+    emitter: Emitter, layout: ActivationLayout, x: Value, records: Value, groups: Value
+) -> None:
+    """float32[groups * 32] at x -> activation records (see `layout`); ties round to even.
 
     An infinite or NaN input makes its group's scale infinite or NaN, and so the products.
     """
     builder = emitter.builder
-    ints, floats = vector(I32, GROUP), vector(F32, GROUP)
+    ints, floats, bytes_ = vector(I32, GROUP), vector(F32, GROUP), vector(I8, GROUP)
+    largest_code = F32(float(layout.largest_code))
 
     def group(index: Value, carried: list[Value]) -> list[Value]:
         values = emitter.load(floats, x, emitter.times(index, 4 * GROUP))
-        record = emitter.offset(records, emitter.times(index, ACTIVATION_RECORD_BYTES))
+        record = emitter.offset(records, emitter.times(index, layout.record_bytes))
         # As integers the bits of magnitudes order like the magnitudes, with NaN above infinity.
         magnitudes = builder.and_(builder.bitcast(values, ints), constant(I32, GROUP, 0x7FFFFFFF))
         maximum = builder.bitcast(
             emitter.reduce(lambda a, b: builder.select(builder.icmp_signed(">", a, b), a, b), magnitudes), F32
         )
-        scale = builder.fdiv(maximum, F32(127.0))
+        scale = builder.fdiv(maximum, largest_code)
         usable = builder.fcmp_ordered(">", maximum, F32(_SMALLEST_MAXIMUM))
-        inverse = builder.select(usable, builder.fdiv(F32(127.0), maximum), F32(0.0))
+        inverse = builder.select(usable, builder.fdiv(largest_code, maximum), F32(0.0))
         scaled = builder.fmul(values, emitter.splat(inverse, GROUP))
         rounded = builder.bitcast(builder.fadd(scaled, constant(F32, GROUP, _ROUNDER)), ints)
         codes = builder.sub(rounded, constant(I32, GROUP, _ROUNDER_BITS))
-        low = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2)))
-        high = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2, GROUP)))
-        total = builder.add(low, high)
-        emitter.store(builder.trunc(codes, vector(I8, GROUP)), record)
+        low_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2)))
+        high_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2, GROUP)))
+        total = builder.add(low_sum, high_sum)
+        if layout.is_wide:
+            bits = constant(I32, GROUP, LOW_PART_BITS)
+            half = constant(I32, GROUP, 1 << (LOW_PART_BITS - 1))
+            high_parts = builder.ashr(builder.add(codes, half), bits)
+            low_parts = builder.sub(codes, builder.shl(high_parts, bits))
+            emitter.store(builder.trunc(low_parts, bytes_), record, LOW_PARTS_OFFSET)
+            codes = high_parts
+        emitter.store(builder.trunc(codes, bytes_), record)
         emitter.store(scale, record, SCALE_OFFSET)
         emitter.store(builder.fmul(scale, builder.sitofp(total, F32)), record, SCALED_SUM_OFFSET)
         emitter.store(builder.neg(total), record, MINUS_SUM_OFFSET)
-        emitter.store(builder.neg(low), record, MINUS_LOW_SUM_OFFSET)
+        emitter.store(builder.neg(low_sum), record, MINUS_LOW_SUM_OFFSET)
         return []
 
     emitter.loop(groups, [], group)
 
 
+def max_tokens(isa: Isa, records: ActivationLayout) -> int:
+    """Tokens of the largest tile: twice the accumulators need twice the registers."""
+    return isa.max_tokens // 2 if records.is_wide else isa.max_tokens
+
+
 def _emit_multiply(
-    emitter: Emitter, format_name: str, isa_name: str, tokens: Value, *addresses_and_sizes: Value
+    emitter: Emitter,
+    format_name: str,
+    isa_name: str,
+    activation_name: str,
+    tokens: Value,
+    *addresses_and_sizes: Value,
 ) -> None:
-    isa = ISAS[isa_name]
+    isa, records = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name]
     emit_for_count(
         emitter,
         tokens,
-        isa.max_tokens,
-        lambda count: emit_tile(emitter, isa, QUANTIZED[format_name], count, *addresses_and_sizes),
+        max_tokens(isa, records),
+        lambda count: emit_tile(emitter, isa, QUANTIZED[format_name], records, count, *addresses_and_sizes),
     )
+
+
+def _emit_quantize(emitter: Emitter, activation_name: str, *addresses_and_sizes: Value) -> None:
+    emit_quantize(emitter, ACTIVATION_LAYOUTS[activation_name], *addresses_and_sizes)
 
 
 def _emit_dequantize(emitter: Emitter, format_name: str, isa_name: str, *addresses_and_sizes: Value) -> None:
     emit_row(emitter, ISAS[isa_name], QUANTIZED[format_name], *addresses_and_sizes)
 
 
-multiply_tile = emitted(_emit_multiply, 7, num_names=2)
-"""`emit_tile` as (format name, ISA name, tokens, weights, activations, activation_stride, out, out_stride,
-groups), for 1 <= tokens <= the instruction set's `max_tokens`."""
+multiply_tile = emitted(_emit_multiply, 7, num_names=3)
+"""`emit_tile` as (format name, ISA name, activation layout's name, tokens, weights, activations,
+activation_stride, out, out_stride, groups), for 1 <= tokens <= `max_tokens`."""
 
 dequantize_row = emitted(_emit_dequantize, 4, num_names=2)
 """`emit_row` as (format name, ISA name, weights, lane, out, groups)."""
 
-quantize_groups = emitted(emit_quantize, 3)
-"""`emit_quantize` as (x, records, groups)."""
+quantize_groups = emitted(_emit_quantize, 3, num_names=1)
+"""`emit_quantize` as (activation layout's name, x, records, groups)."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mvllm.backends.cpu.layout import NARROW, QUANTIZED, WIDE, ActivationLayout
 from mvllm.backends.cpu.tables import Domain
 from mvllm.core.model.spec import Activation
-from mvllm.core.tensor import TensorOps, Weight
+from mvllm.core.tensor import ModelWeights, TensorOps, Weight
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class RmsNorm:
 class Linear:
     weight: Weight
     bias: Weight | None
+    activations: ActivationLayout | None = None  # how a quantized weight's input is rounded; None: it is not
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,14 @@ class Node:
 
 
 class Recorder(TensorOps[Value]):
-    """A `TensorOps` that computes nothing. Owns the list of nodes, which every call extends by one."""
+    """A `TensorOps` that computes nothing. Owns the list of nodes, which every call extends by one.
 
-    def __init__(self) -> None:
+    Products with the weights in `sensitive` take wide activations.
+    """
+
+    def __init__(self, sensitive: Iterable[Weight] = ()) -> None:
         self.nodes: list[Node] = []
+        self._sensitive = {id(weight) for weight in sensitive}
 
     def embed(self, table: Weight) -> Value:
         return self._record(Embed(table), width=table.shape[1])
@@ -98,7 +105,10 @@ class Recorder(TensorOps[Value]):
         return self._record(RmsNorm(gain, eps), x)
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
-        return self._record(Linear(weight, bias), x, width=weight.shape[0])
+        activations = None
+        if weight.format_name in QUANTIZED:
+            activations = WIDE if id(weight) in self._sensitive else NARROW
+        return self._record(Linear(weight, bias, activations), x, width=weight.shape[0])
 
     def rotate(self, x: Value, rope: int) -> Value:
         return self._record(Rotate(rope), x)
@@ -142,3 +152,13 @@ class Recorder(TensorOps[Value]):
         output = Value(len(self.nodes), width, domain)
         self.nodes.append(Node(operation, inputs, output))
         return output
+
+
+def sensitive_weights(weights: ModelWeights) -> list[Weight]:
+    """Products whose rounded inputs cost the most accuracy for their size: the values, which attention passes
+    on undiminished, and the head, after which nothing averages errors out.
+
+    On SmolLM2-135M Q4_1 rounding their inputs to 8 bits makes 45 % of the variance of the log-probabilities'
+    errors.
+    """
+    return [*(layer.v for layer in weights.layers), weights.head]

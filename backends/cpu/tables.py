@@ -101,6 +101,8 @@ NORM = _record(
     ("eps", _FLOAT),
 )
 
+QUANTIZE = _record(("is_wide", _INT))
+
 LINEAR = _record(
     ("descriptor", _INT),
     ("bias", _INT),  # float32[width], or 0

@@ -19,10 +19,8 @@ class PackedWeights:
     while it lives. Programs of the same model share one.
     """
 
-    def __init__(self, embedding: Weight) -> None:
-        """`embedding` is the matrix whose rows are looked up; it may serve a product as well."""
+    def __init__(self) -> None:
         self._arena = Arena()
-        self._embedding = embedding
         self._matrices: dict[int, tuple[Weight, PackedMatrix]] = {}  # by id of the weight
         self._vectors: dict[int, tuple[Weight, NDArray[np.float32]]] = {}
         self._ropes: dict[tuple[RopeSpec, int], tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
@@ -42,7 +40,7 @@ class PackedWeights:
         known = self._matrices.get(id(weight))
         if known is None:
             try:
-                packed = pack_matrix([weight], self._arena, embedding=weight is self._embedding)
+                packed = pack_matrix([weight], self._arena)
             except (MemoryError, OSError):
                 raise CapacityError(
                     f"weight {weight.name}, bytes", needed=weight.nbytes, available=0

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.core.request import GREEDY_TEMPERATURE
-from mvllm.core.sampling.keyed_noise import MASK_64, mix
-from mvllm.core.types import TokenId
+from mvllm.core.sampling.keyed_noise import GAMMA, MIX_1, mix
+from mvllm.core.types import MASK_64, TokenId
 
 ROOT_TAG = 0x5EED
 """Tag of the empty prefix."""
@@ -81,8 +81,8 @@ def choose(tag: int, vocab_size: int, sampling: FakeSampling) -> TokenId | None:
 
 def _hashed(key: int, size: int) -> NDArray[np.float64]:
     """f64[size] in [0, LOGIT_RANGE), a function of the key."""
-    z = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(GAMMA) + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
     z ^= z >> np.uint64(31)
     return (z >> np.uint64(48)).astype(np.float64) * (LOGIT_RANGE / (1 << 16))
 

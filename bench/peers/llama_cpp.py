@@ -58,7 +58,8 @@ class Peer:
     def __init__(self, python: str, model: str, threads: int) -> None:
         worker = Path(__file__).with_name("llama_worker.py")
         self.process = subprocess.Popen(
-            [python, str(worker), model, str(threads)],
+            # Isolated: a neighbour of the worker has the name of the package that it imports.
+            [python, "-I", str(worker), model, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

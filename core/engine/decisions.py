@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from mvllm.core.engine.request_table import RequestState
 from mvllm.core.engine.request_text import RequestText
-from mvllm.core.request import Logprob, Request, TokenLogprobs
-from mvllm.core.step import FinishReason, PlannedRow, RowDecision, RowStatus, StepOutput
+from mvllm.core.request import FinishReason, Logprob, Request, TokenLogprobs
+from mvllm.core.step import PlannedRow, RowDecision, RowStatus, StepOutput
 from mvllm.core.types import TokenId
 
 _STATUS_MESSAGES = {
@@ -61,17 +61,19 @@ def decide(
 
 def failed(row: PlannedRow, message: str) -> RowOutcome:
     """The row's request ends in an error; nothing of the step is kept for it."""
-    return RowOutcome(RowDecision(row.id, row.start, finish_reason=FinishReason.ERROR, error=message))
+    return RowOutcome(RowDecision(row.id, row.start, finish_reason="error", error=message))
 
 
-def token_end(request: Request, token: TokenId, num_output: int) -> tuple[str | None, int | str | None]:
+def token_end(
+    request: Request, token: TokenId, num_output: int
+) -> tuple[FinishReason | None, int | str | None]:
     """Finish reason and stop reason that an output of `num_output` tokens with `token` as its last has,
     its text left aside; (None, None) if it goes on."""
     if token in request.eos_token_ids and not request.params.ignore_eos:
-        return FinishReason.STOP, None
+        return "stop", None
     if token in request.params.stop_token_ids:
-        return FinishReason.STOP, token
-    return (FinishReason.LENGTH if num_output == request.max_tokens else None), None
+        return "stop", token
+    return ("length" if num_output == request.max_tokens else None), None
 
 
 def _decide_token(
@@ -84,13 +86,13 @@ def _decide_token(
     if after is not None:
         # As in vLLM, a stop string counts only once there are more than min_tokens tokens.
         search = request.params.min_tokens == 0 or num_output > request.params.min_tokens
-        if reason != FinishReason.STOP or request.params.include_stop_str_in_output:
+        if reason != "stop" or request.params.include_stop_str_in_output:
             step = after.advance(token, search=search)
             text, after, matched = step.text, step.after, step.matched_stop
         if reason is not None and matched is None:
             tail, matched = after.finish(search=search)
     if matched is not None:
-        reason, stop_reason = FinishReason.STOP, matched
+        reason, stop_reason = "stop", matched
     decision = RowDecision(row.id, row.end, (token,), logprobs, reason, stop_reason)
     return RowOutcome(decision, text, tail, after)
 

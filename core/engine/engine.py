@@ -17,12 +17,11 @@ from mvllm.core.engine.statistics import IDLE_STEP, EngineTotals
 from mvllm.core.engine.view import scheduler_view
 from mvllm.core.errors import EngineClosed, InvariantViolation
 from mvllm.core.kv.kv_manager import KvManager
-from mvllm.core.request import Phase, Request
+from mvllm.core.request import FinishReason, Phase, Request
 from mvllm.core.sched.scheduler import Scheduler
 from mvllm.core.step import (
     Event,
     Finished,
-    FinishReason,
     KvCommit,
     KvGrant,
     StepPlan,
@@ -141,7 +140,7 @@ class Engine:
             if isinstance(command, Submit):
                 self._table.add(command.request, command.sampling, command.text)
             elif self._table.get(command.id) is not None:
-                events.append(self._end(command.id, Phase.CANCELLED, FinishReason.CANCELLED))
+                events.append(self._end(command.id, Phase.CANCELLED, "cancelled"))
 
     def _begin(self, plan: StepPlan) -> tuple[list[RequestState], KvGrant]:
         """Give out the plan's blocks, then record its preempts and admits; all-or-nothing."""
@@ -192,7 +191,7 @@ class Engine:
         self,
         id: RequestId,
         phase: Phase,
-        reason: str,
+        reason: FinishReason,
         *,
         stop_reason: int | str | None = None,
         text: str = "",
@@ -227,7 +226,7 @@ class Engine:
         events: list[Event] = []
         self._apply_commands(events)
         for id in [state.id for state in self._table]:
-            events.append(self._end(id, Phase.FAILED, FinishReason.ERROR, error=error))
+            events.append(self._end(id, Phase.FAILED, "error", error=error))
         self._model.close()
         return tuple(events)
 

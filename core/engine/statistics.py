@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from mvllm.core.request import FinishReason
 from mvllm.core.step import StepStats
 
 IDLE_STEP = StepStats(
@@ -31,7 +32,7 @@ class EngineTotals:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0  # positions taken from the prefix cache at admissions
     num_preemptions: int = 0
-    num_ended: Mapping[str, int] = field(default_factory=dict)  # by finish reason
+    num_ended: Mapping[FinishReason, int] = field(default_factory=dict)
     seconds: float = 0.0  # spent in steps that computed something
 
     def with_step(self, step: StepStats, seconds: float) -> EngineTotals:
@@ -48,5 +49,5 @@ class EngineTotals:
             seconds=self.seconds + seconds,
         )
 
-    def with_end(self, reason: str) -> EngineTotals:
+    def with_end(self, reason: FinishReason) -> EngineTotals:
         return replace(self, num_ended={**self.num_ended, reason: self.num_ended.get(reason, 0) + 1})

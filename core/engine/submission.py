@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mvllm.core.request import SEED_MASK, Request, SamplingParams
+from mvllm.core.request import Request, SamplingParams
 from mvllm.core.sampling.keyed_noise import sibling_seed
-from mvllm.core.types import RequestId, TokenId
+from mvllm.core.types import MASK_64, RequestId, TokenId
 
 SeedSource = Callable[[], int]
 """Draws a seed in [0, 2**64) for requests that bring none."""
@@ -30,7 +30,7 @@ def prepare_requests(
     max_tokens = params.max_tokens
     if max_tokens is None:
         max_tokens = max(1, max_model_len - len(prompt))
-    seed = draw_seed() if params.seed is None else params.seed & SEED_MASK
+    seed = draw_seed() if params.seed is None else params.seed & MASK_64
     single = params if params.n == 1 else params.with_changes(n=1)
     return tuple(
         Request(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.core.errors import ModelFileError
-from mvllm.core.load.mapped import open_bytes
+from mvllm.core.load.mapped import open_bytes, release_pages
 from mvllm.core.load.quantized import QUANT_FORMATS
 from mvllm.core.load.weights import DENSE_DTYPES, DenseWeight, QuantizedWeight
 
@@ -91,6 +91,7 @@ def read_gguf(path: Path, *, mmap: bool = True) -> GgufFile:
                 f"tensor {entry.name!r}: offset {entry.offset} is not a multiple of {alignment}"
             )
         tensors[entry.name] = _view(header, entry, data_start)
+    release_pages(data[: header.offset])
     return GgufFile(path, version, metadata, tensors, data.size)
 
 

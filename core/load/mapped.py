@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import mmap as memory_map
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.core.errors import ModelFileError
+
+_PAGES_AT_ONCE = 1 << 16
+"""Bytes that Linux maps around a page that is touched; the windows start at multiples of it."""
 
 
 def open_bytes(path: Path, *, mmap: bool) -> NDArray[np.uint8]:
@@ -30,3 +35,27 @@ def open_bytes(path: Path, *, mmap: bool) -> NDArray[np.uint8]:
         raise ModelFileError(f"{path}: can't be read: {error.strerror or error}") from error
     data.flags.writeable = False
     return data
+
+
+def release_pages(array: NDArray[Any]) -> None:
+    """Stop counting the pages of a mapped file that `array` views as this process's memory.
+
+    The contents stay as they are: a page comes back from the file when it is touched again. Whoever has
+    copied a weight calls this, so that file and copy are not both held. Does nothing for other arrays, and
+    where the system has no such call. `array` is contiguous.
+    """
+    mapping = _mapping_under(array)
+    if mapping is None or not hasattr(mapping, "madvise"):
+        return
+    first = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
+    start = first // _PAGES_AT_ONCE * _PAGES_AT_ONCE
+    stop = min(first + array.nbytes + _PAGES_AT_ONCE, len(mapping))
+    mapping.madvise(memory_map.MADV_DONTNEED, start, stop - start)
+
+
+def _mapping_under(array: NDArray[Any]) -> memory_map.mmap | None:
+    """The file mapping whose bytes `array` views; None if there is none."""
+    owner: object = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return owner if isinstance(owner, memory_map.mmap) else None

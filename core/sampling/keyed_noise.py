@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.core.sampling.arithmetic import log
+from mvllm.core.types import MASK_64
 
 GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
-MASK_64 = (1 << 64) - 1
 
 UNIFORM_BITS = 52
 """Bits of a raw output that make the uniform number. (k + 0.5) / 2**52 is exact in float64 for every k, so it

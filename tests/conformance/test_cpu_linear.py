@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -14,14 +13,15 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu import isa as instruction_sets
 from mvllm.backends.cpu import jit, linear, quantized_kernels
 from mvllm.backends.cpu.isa import Isa
-from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED
+from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, WIDE, ActivationLayout
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
 from mvllm.core.load.weights import DenseWeight, QuantizedWeight
 from tests.cpu_matrices import (
     FORMATS,
-    RECORD,
+    RECORDS,
     activation_values,
     activations,
+    codes_of,
     packed,
     product,
     random_weight,
@@ -38,22 +38,30 @@ every_case = pytest.mark.parametrize(
     ("isa", "format_name"), CASES, ids=[f"{isa.name}-{name}" for isa, name in CASES]
 )
 
+PRODUCTS = [(isa, name, NARROW) for isa, name in CASES]
+PRODUCTS += [(isa, name, WIDE) for isa, name in CASES if name in _REPRESENTATIVE and name in QUANTIZED]
+every_product = pytest.mark.parametrize(
+    ("isa", "format_name", "layout"),
+    PRODUCTS,
+    ids=[f"{isa.name}-{name}-{layout.name}" for isa, name, layout in PRODUCTS],
+)
+
 
 def _inputs(format_name: str) -> tuple[int, ...]:
     return (256, 1536) if format_name.endswith("_K") else (32, 64, 576, 1536)
 
 
-@every_case
+@every_product
 def test_products_are_those_of_the_exact_weights_and_the_rounded_activations(
-    isa: Isa, format_name: str
+    isa: Isa, format_name: str, layout: ActivationLayout
 ) -> None:
     rng = np.random.default_rng(1)
     for inputs in _inputs(format_name):
         weight = random_weight(format_name, 3 * isa.lanes - 5, inputs, rng)
         matrix = packed(weight, isa)
-        acts = activations(rng.standard_normal((11, inputs), np.float32), matrix)
-        expected = activation_values(acts, matrix) @ weight.to_float32().astype(np.float64).T
-        got = product(matrix, acts)
+        acts = activations(rng.standard_normal((11, inputs), np.float32), matrix, layout)
+        expected = activation_values(acts, matrix, layout) @ weight.to_float32().astype(np.float64).T
+        got = product(matrix, acts, layout=layout)
         assert np.abs(got[:, : matrix.rows] - expected).max() < 1e-5 * np.abs(expected).max()
         assert not got[:, matrix.rows :].any(), "padding rows are zero"
 
@@ -65,28 +73,30 @@ def test_embedding_rows_are_the_exact_values(isa: Isa, format_name: str) -> None
     expected = weight.to_float32()
     for token in (0, 1, isa.lanes, 2 * isa.lanes + 2):
         row = np.full(matrix.inputs, np.nan, np.float32)
-        linear.embed_row(matrix.address, token, row.ctypes.data)
+        linear.embed_row(matrix.embedding_descriptor(), token, row.ctypes.data)
         assert np.array_equal(row, expected[token])
 
 
 @functools.cache
-def _exactness_example(case: tuple[Isa, str]) -> tuple[PackedMatrix, NDArray[np.uint8], NDArray[np.float32]]:
-    isa, format_name = case
+def _exactness_example(
+    case: tuple[Isa, str, ActivationLayout],
+) -> tuple[PackedMatrix, NDArray[np.uint8], NDArray[np.float32]]:
+    isa, format_name, layout = case
     rng = np.random.default_rng(3)
     matrix = packed(random_weight(format_name, 9 * isa.lanes - 1, 512, rng), isa)
-    acts = activations(rng.standard_normal((70, 512), np.float32), matrix)
-    alone = np.concatenate([product(matrix, acts[m : m + 1]) for m in range(len(acts))])
-    return matrix, acts, alone
+    acts = activations(rng.standard_normal((70, 512), np.float32), matrix, layout)
+    alone = [product(matrix, acts[m : m + 1], layout=layout) for m in range(len(acts))]
+    return matrix, acts, np.concatenate(alone)
 
 
 @given(st.data())
 def test_an_output_has_the_same_bits_for_every_batch_and_row_range(data: st.DataObject) -> None:
-    case = data.draw(st.sampled_from(CASES))
+    case = data.draw(st.sampled_from(PRODUCTS))
     matrix, acts, alone = _exactness_example(case)
     tokens = data.draw(st.lists(st.integers(0, 69), min_size=1, max_size=70))
     first = data.draw(st.integers(0, matrix.num_blocks - 1))
     last = data.draw(st.integers(first, matrix.num_blocks))
-    got = product(matrix, acts[tokens], first, last)
+    got = product(matrix, acts[tokens], first, last, layout=case[2])
     lanes = matrix.isa.lanes
     asked = slice(first * lanes, last * lanes)
     assert np.array_equal(got[:, asked], alone[tokens, asked])
@@ -97,14 +107,12 @@ def test_an_output_has_the_same_bits_for_every_batch_and_row_range(data: st.Data
 def test_the_exactness_property_catches_a_tile_that_rounds_differently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jit, "cache_folder", lambda: None)
+    monkeypatch.setattr(jit, "kernel_folder", lambda: None)
     monkeypatch.setattr(quantized_kernels, "emit_tile", emit_tile_unfused_for_batches)
-    matrix, acts, alone = _exactness_example((SELECTED, "Q4_0"))
-    descriptor = matrix.descriptor.copy()
-    descriptor[linear.MATMUL] = linear.matmul_address.__wrapped__("Q4_0", SELECTED)
-    mutant = dataclasses.replace(matrix, descriptor=descriptor)
-    assert np.array_equal(product(mutant, acts[:1]), alone[:1])
-    assert not np.array_equal(product(mutant, acts[:2]), alone[:2])
+    matrix, acts, alone = _exactness_example((SELECTED, "Q4_0", NARROW))
+    monkeypatch.setattr(linear, "matmul_address", linear.matmul_address.__wrapped__)
+    assert np.array_equal(product(matrix, acts[:1]), alone[:1])
+    assert not np.array_equal(product(matrix, acts[:2]), alone[:2])
 
 
 @pytest.mark.parametrize("format_name", ["Q4_1", "Q6_K", "BF16"])
@@ -157,18 +165,19 @@ def test_reordered_rows_are_packed_in_their_new_order(format_name: str) -> None:
 )
 def test_activations_round_to_the_nearest_code_with_ties_to_even(values: list[float]) -> None:
     x = np.array(values, np.float32)
-    record = np.zeros(1, RECORD)
-    linear.quantize_row(x.ctypes.data, record.ctypes.data, GROUP)
-    largest = np.abs(x).max()
-    inverse = np.float32(127.0) / largest if largest > np.float32(2.0**-120) else np.float32(0.0)
-    codes = np.rint(x * inverse).astype(np.int8)
-    assert np.array_equal(record["codes"][0], codes)
-    assert record["scale"][0] == largest / np.float32(127.0)
-    total = int(codes.astype(int).sum())
-    assert record["minus_sum"][0] == -total
-    assert record["minus_low_sum"][0] == -int(codes[:16].astype(int).sum())
-    with np.errstate(over="ignore"):
-        assert record["scaled_sum"][0] == record["scale"][0] * np.float32(total)
+    for layout, dtype in RECORDS.items():
+        record = np.zeros(1, dtype)
+        linear.quantize_row(x.ctypes.data, record.ctypes.data, GROUP, layout.is_wide)
+        largest, code = np.abs(x).max(), np.float32(layout.largest_code)
+        inverse = code / largest if largest > np.float32(2.0**-110) else np.float32(0.0)
+        codes = np.rint(x * inverse).astype(np.int64)
+        assert np.array_equal(codes_of(record)[0], codes)
+        assert record["scale"][0] == largest / code
+        total = int(codes.sum())
+        assert record["minus_sum"][0] == -total
+        assert record["minus_low_sum"][0] == -int(codes[:16].sum())
+        with np.errstate(over="ignore"):
+            assert record["scaled_sum"][0] == record["scale"][0] * np.float32(total)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

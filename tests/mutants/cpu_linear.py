@@ -15,6 +15,9 @@ class _UnfusedEmitter(Emitter):
         return self.builder.fadd(self.builder.fmul(x, y), z)
 
 
-def emit_tile_unfused_for_batches(emitter: Emitter, isa: Any, layout: Any, tokens: int, *rest: Value) -> None:
+def emit_tile_unfused_for_batches(
+    emitter: Emitter, isa: Any, layout: Any, records: Any, tokens: int, *rest: Value
+) -> None:
     """Tiles of several tokens use another formula than the tile of one."""
-    emit_tile(_UnfusedEmitter(emitter.builder) if tokens > 1 else emitter, isa, layout, tokens, *rest)
+    chosen = _UnfusedEmitter(emitter.builder) if tokens > 1 else emitter
+    emit_tile(chosen, isa, layout, records, tokens, *rest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from mvllm.backends.cpu.layout import ACTIVATION_RECORD_BYTES, GROUP
 from mvllm.backends.cpu.plan import Buffer, assign_buffers, find_barriers
 from mvllm.backends.cpu.program import Array, Kind, Program
 from mvllm.backends.cpu.tables import Regime
@@ -16,11 +15,11 @@ FindBarriers = Callable[[Program, dict[Array, Buffer]], list[frozenset[Regime]]]
 
 def second_operands_do_not_keep_arrays_alive(program: Program) -> dict[Array, Buffer]:
     steps = tuple(replace(step, other=None) for step in program.instructions)
-    return assign_buffers(replace(program, instructions=steps), ACTIVATION_RECORD_BYTES, GROUP)
+    return assign_buffers(replace(program, instructions=steps))
 
 
 def products_may_overwrite_their_input(program: Program) -> dict[Array, Buffer]:
-    buffers = assign_buffers(program, ACTIVATION_RECORD_BYTES, GROUP)
+    buffers = assign_buffers(program)
     for step in program.instructions:
         if step.kind is Kind.LINEAR and step.input is not None and step.output is not None:
             buffers[step.output] = buffers[step.input]

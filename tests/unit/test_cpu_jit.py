@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import logging
 import os
 import subprocess
 import sys
@@ -16,37 +18,40 @@ import pytest
 from mvllm.backends.cpu import isa as instruction_sets
 from mvllm.backends.cpu import jit
 from mvllm.backends.cpu.isa import AVX512, PORTABLE, half_to_float
-from mvllm.backends.cpu.jit import kernel, native_function, prune, sources_digest, user_cache_folder
+from mvllm.backends.cpu.jit import kernel, kernel_sources, native_function, prune, sources_digest
 from mvllm.backends.cpu.vector import F16, F32, I64, Emitter, Value, emitted, vector
+from mvllm.core.cache_folder import cache_folder
 from mvllm.core.errors import ConfigError
+from tests.paths import ROOT
 
 
 @pytest.fixture
-def fresh_cache_folder() -> Iterator[None]:
-    jit.cache_folder.cache_clear()
+def fresh_kernel_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("MVLLM_CACHE", raising=False)
+    jit.kernel_folder.cache_clear()
     yield
-    jit.cache_folder.cache_clear()
+    jit.kernel_folder.cache_clear()
 
 
 def _add(a: int, b: int) -> int:
     return a + b
 
 
-@pytest.mark.usefixtures("fresh_cache_folder")
+@pytest.mark.usefixtures("fresh_kernel_folder")
 def test_without_a_writable_cache_kernels_compile_after_one_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    with pytest.warns(RuntimeWarning, match="XDG_CACHE_HOME") as warned:
+    with pytest.warns(RuntimeWarning, match="MVLLM_CACHE") as warned:
         first = kernel("int64(int64, int64)")(_add)
         second = native_function("int64(int64, int64)", _add)
     assert len(warned) == 1
     assert (first(1, 2), second.ctypes(3, 4)) == (3, 7)
 
 
-@pytest.mark.usefixtures("fresh_cache_folder")
+@pytest.mark.usefixtures("fresh_kernel_folder")
 def test_a_user_without_a_home_gets_no_cache_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -54,10 +59,10 @@ def test_a_user_without_a_home_gets_no_cache_and_no_error(monkeypatch: pytest.Mo
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.warns(RuntimeWarning, match="home directory"):
-        assert jit.cache_folder() is None
+        assert jit.kernel_folder() is None
 
 
-@pytest.mark.usefixtures("fresh_cache_folder")
+@pytest.mark.usefixtures("fresh_kernel_folder")
 def test_numbas_own_cache_setting_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(numba.config, "CACHE_DIR", "the user's")
@@ -68,21 +73,53 @@ def test_numbas_own_cache_setting_is_left_as_it_was(monkeypatch: pytest.MonkeyPa
 
 def test_the_cache_folder_follows_the_platforms_convention() -> None:
     home = Path.home()
-    assert user_cache_folder({"XDG_CACHE_HOME": "/cache"}, "linux") == Path("/cache")
-    assert user_cache_folder({"XDG_CACHE_HOME": "relative"}, "linux") == home / ".cache"
-    assert user_cache_folder({}, "darwin") == home / "Library" / "Caches"
-    assert user_cache_folder({"LOCALAPPDATA": "/local"}, "win32") == Path("/local")
+    assert cache_folder({"XDG_CACHE_HOME": "/cache"}, "linux") == Path("/cache/mvllm")
+    assert cache_folder({"XDG_CACHE_HOME": "relative"}, "linux") == home / ".cache" / "mvllm"
+    assert cache_folder({}, "darwin") == home / "Library" / "Caches" / "mvllm"
+    assert cache_folder({"LOCALAPPDATA": "/local"}, "win32") == Path("/local/mvllm")
+    assert cache_folder({"MVLLM_CACHE": "/mine", "XDG_CACHE_HOME": "/cache"}, "linux") == Path("/mine")
+
+
+@pytest.mark.usefixtures("fresh_kernel_folder")
+def test_kernels_are_kept_beside_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MVLLM_CACHE", str(tmp_path))
+    folder = jit.kernel_folder()
+    assert folder is not None
+    assert folder.parent == tmp_path / "kernels"
 
 
 def test_any_edit_of_a_source_names_another_cache_folder(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1")
-    (tmp_path / "b.py").write_text("")
-    before = sources_digest(tmp_path)
-    assert sources_digest(tmp_path) == before
-    (tmp_path / "b.py").write_text("#")
-    edited = sources_digest(tmp_path)
-    (tmp_path / "b.py").rename(tmp_path / "c.py")
-    assert len({before, edited, sources_digest(tmp_path), sources_digest(tmp_path, "0.61")}) == 4
+    first, second, renamed = (tmp_path / name for name in ("a.py", "b.py", "c.py"))
+    first.write_text("x = 1")
+    second.write_text("")
+    before = sources_digest([first, second])
+    assert sources_digest([first, second]) == before
+    second.write_text("#")
+    edited = sources_digest([first, second])
+    second.rename(renamed)
+    after = sources_digest([first, renamed])
+    assert len({before, edited, after, sources_digest([first, renamed], "0.61")}) == 4
+
+
+def test_every_module_that_kernels_take_constants_from_counts_as_their_source() -> None:
+    sources = {path.resolve() for path in kernel_sources()}
+    assert ROOT / "core" / "request.py" in sources, "GREEDY_TEMPERATURE reaches a kernel through the sampler"
+    for path in (ROOT / "backends" / "cpu").glob("*.py"):
+        assert path in sources
+        modules = _imported_modules(path)
+        if "mvllm.backends.cpu.jit" in modules:
+            for module in modules - _WITHOUT_CONSTANTS:
+                if module.startswith("mvllm.core."):
+                    source = module.removeprefix("mvllm.").replace(".", "/") + ".py"
+                    assert ROOT / source in sources, f"{path.name} imports {module}"
+
+
+_WITHOUT_CONSTANTS = {f"mvllm.core.{name}" for name in ("errors", "types", "tensor", "model.spec")}
+
+
+def _imported_modules(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
 
 
 def test_pruning_removes_only_folders_long_unused(tmp_path: Path) -> None:
@@ -97,6 +134,58 @@ def test_pruning_removes_only_folders_long_unused(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"current", "recent", "file"}
 
 
+@pytest.mark.usefixtures("fresh_kernel_folder")
+def test_the_first_compilation_is_announced_once_and_a_warm_start_never(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start() -> list[str]:
+        """What is said by a process that loads two models."""
+        jit.announce_first_compilation.cache_clear()
+        caplog.clear()
+        for _ in range(2):
+            jit.announce_first_compilation()
+        return [record.getMessage() for record in caplog.records]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.INFO, "mvllm"):
+        name = instruction_sets.selected().name
+        expected = f"compiling CPU kernels for {name}: first start on this machine, about 20 s"
+        assert start() == [expected]
+        assert kernel("int64(int64, int64)")(_add)(1, 2) == 3
+        assert start() == []
+
+
+_FIRST_LOAD = """
+import logging, sys
+from mvllm.backends.cpu.backend import CpuBackend
+from tests.conformance.random_models import ModelShape, geometry, random_model
+
+class StopBeforeCompiling(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage(), "mvllm.backends.cpu.model" in sys.modules)
+        raise SystemExit
+
+logging.getLogger("mvllm").addHandler(StopBeforeCompiling())
+logging.getLogger("mvllm").setLevel(logging.INFO)
+CpuBackend(threads=1).load(*random_model(ModelShape(), 0), geometry())
+print("compiled without a word")
+"""
+
+
+def test_a_first_load_speaks_up_before_it_compiles(tmp_path: Path) -> None:
+    environment = {**os.environ, "MVLLM_CACHE": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", _FIRST_LOAD],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.startswith("compiling CPU kernels for ")
+    assert result.stdout.endswith("about 20 s False\n")
+
+
 _SECOND_START = """
 from mvllm.backends.cpu import linear
 from mvllm.backends.cpu.isa import selected
@@ -106,7 +195,7 @@ print(sum(linear.quantize_row.stats.cache_hits.values()), linear._compiled[0].ca
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "MVLLM_CACHE": str(tmp_path)}
     hits = [
         subprocess.run(
             [sys.executable, "-c", _SECOND_START], env=environment, capture_output=True, text=True, check=True

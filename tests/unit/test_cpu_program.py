@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.backends.cpu import record as graph
-from mvllm.backends.cpu.layout import ACTIVATION_RECORD_BYTES, GROUP
 from mvllm.backends.cpu.plan import Buffer, assign_buffers, check_widths, find_barriers
 from mvllm.backends.cpu.program import Array, Instruction, Kind, Program
 from mvllm.backends.cpu.tables import Domain, Epilogue, Regime
@@ -33,7 +32,7 @@ OUTLINES = st.builds(
 
 
 def buffers_of(program: Program) -> dict[Array, Buffer]:
-    return assign_buffers(program, ACTIVATION_RECORD_BYTES, GROUP)
+    return assign_buffers(program)
 
 
 def kinds(program: Program) -> list[Kind]:
@@ -48,11 +47,11 @@ def products(program: Program) -> list[tuple[str, Epilogue]]:
     ]
 
 
-def test_a_layer_of_quantized_weights_becomes_sixteen_instructions() -> None:
+def test_a_layer_of_quantized_weights_becomes_seventeen_instructions() -> None:
     program = program_of(Outline(num_layers=1))
     assert kinds(program) == [
         Kind.EMBED,
-        *[Kind.NORM, Kind.QUANTIZE, Kind.LINEAR, Kind.LINEAR, Kind.LINEAR],
+        *[Kind.NORM, Kind.QUANTIZE, Kind.LINEAR, Kind.LINEAR, Kind.QUANTIZE, Kind.LINEAR],
         *[Kind.ROTATE, Kind.ROTATE, Kind.STORE_KV, Kind.ATTEND, Kind.QUANTIZE, Kind.LINEAR],
         *[Kind.NORM, Kind.QUANTIZE, Kind.LINEAR, Kind.LINEAR, Kind.QUANTIZE, Kind.LINEAR],
         *[Kind.TAKE, Kind.NORM, Kind.QUANTIZE, Kind.LINEAR, Kind.SAMPLE],
@@ -75,6 +74,19 @@ def test_a_norm_between_product_and_residual_keeps_the_addition_apart() -> None:
 
 def test_dense_weights_need_no_records() -> None:
     assert Kind.QUANTIZE not in kinds(program_of(Outline(format_name="F32")))
+
+
+def test_values_and_head_take_wide_records_and_the_rest_narrow_ones() -> None:
+    program = program_of(Outline(num_layers=1))
+    wide = [
+        step.operation.weight.name
+        for step in program.instructions
+        if isinstance(step.operation, graph.Linear)
+        and step.input is not None
+        and step.input.records is not None
+        and step.input.records.is_wide
+    ]
+    assert wide == ["v", "head"]
 
 
 def test_one_token_needs_six_meetings_per_layer() -> None:
