@@ -12,7 +12,8 @@ import click
 from mvllm.cli.terminal import download_progress, show_log_messages
 from mvllm.core.config import kv_bytes_per_token
 from mvllm.core.load.catalog import ModelStore
-from mvllm.core.load.checkpoint import Checkpoint, load_checkpoint
+from mvllm.core.load.checkpoint import load_checkpoint
+from mvllm.core.load.contents import Checkpoint
 from mvllm.llm import LLM, default_cache_dir
 
 

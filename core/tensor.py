@@ -215,5 +215,6 @@ class Backend(ABC):
 
         Raises:
             ModelFileError: `unsupported` names a reason, or a weight's content is unusable.
+            ConfigError: the geometry's dtype is none of `capabilities.kv_dtypes`.
             CapacityError: memory for the pool can't be had.
         """

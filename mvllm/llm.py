@@ -23,10 +23,12 @@ from mvllm.core.engine.shared_engine import SharedEngine
 from mvllm.core.engine.submission import prepare_requests
 from mvllm.core.errors import ConfigError, ModelFileError
 from mvllm.core.load.catalog import DEFAULT_MODEL, ModelStore, Progress, no_progress
-from mvllm.core.load.checkpoint import Checkpoint, load_checkpoint
+from mvllm.core.load.checkpoint import load_checkpoint
+from mvllm.core.load.contents import Checkpoint
 from mvllm.core.request import FinishReason, RequestOutput, SamplingParams
 from mvllm.core.step import Event, TokensOut
 from mvllm.core.tensor import Backend, KvGeometry, Model
+from mvllm.core.text.chat_messages import Message
 from mvllm.core.text.chat_template import ChatTemplate
 from mvllm.core.text.detokenizer import Detokenizer
 from mvllm.core.text.stop import stop_token_ids_for
@@ -35,9 +37,6 @@ from mvllm.core.types import TokenId
 
 Prompt = str | Sequence[TokenId] | Mapping[str, Any]
 """Text, token ids, or vLLM's form {"prompt": text} or {"prompt_token_ids": ids}."""
-
-Message = Mapping[str, Any]
-"""{"role": ..., "content": ...}"""
 
 
 def default_cache_dir() -> Path:
@@ -120,14 +119,14 @@ class LLM:
         allow_unknown_pretokenizer: bool = False,
         **engine_settings: Any,
     ) -> None:
-        self.config_asked = _join_config(config, engine_settings)
+        asked = _join_config(config, engine_settings)
         path = ModelStore(cache_dir or default_cache_dir()).resolve(str(model), progress)
         self.checkpoint: Checkpoint = load_checkpoint(path, mmap=mmap)
         self.tokenizer = Tokenizer.from_assets(
             self.checkpoint.text, allow_unknown_pretokenizer=allow_unknown_pretokenizer
         )
         self.backend = backend if isinstance(backend, Backend) else create_backend(backend, threads=threads)
-        self.config = self._resolve_config()
+        self.config = self._resolve_config(asked)
         self._model = self._load_model()
         detokenizers = {skip: Detokenizer(self.tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self._shared = SharedEngine(
@@ -225,8 +224,8 @@ class LLM:
         """Made at the first chat: a model may have no template, or a broken one, and still complete text."""
         return ChatTemplate(self.tokenizer, self.checkpoint.text)
 
-    def _resolve_config(self) -> ResolvedConfig:
-        spec, asked = self.checkpoint.spec, self.config_asked
+    def _resolve_config(self, asked: EngineConfig) -> ResolvedConfig:
+        spec = self.checkpoint.spec
         reason = self.backend.unsupported(spec, self.checkpoint.weights)
         if reason is not None:
             raise ModelFileError(f"the {self.backend.name} backend can't run this model: {reason}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mvllm.backends.cpu.jit import kernel
 from mvllm.backends.cpu.pointers import f32_at, i32_at, i64_at, record_at
@@ -38,19 +37,12 @@ from mvllm.backends.cpu.sampler_candidates import (
 from mvllm.backends.cpu.sampler_table import (
     IDS,
     KEYS,
-    NUM_COLUMNS,
     PARAMETERS,
     ROW_COPY,
-    empty_output,
-    pack_parameters,
-    sampler_scratch_bytes,
 )
 from mvllm.core.sampling.arithmetic import MASS_UNITS
 from mvllm.core.sampling.penalties import LARGEST_LOGIT
 from mvllm.core.sampling.sampler import GREEDY_BELOW
-from mvllm.core.step import SamplingArrays, StepOutput
-
-__all__ = ["empty_output", "pack_parameters", "sample", "sample_rows", "sampler_scratch_bytes"]
 
 _LARGEST_NOISE = 36.8  # above every value of the noise
 
@@ -264,24 +256,3 @@ def sample_rows(parameters: Any, first_row: Any, last_row: Any, worker: Any) -> 
             if changed:
                 scan(logits, vocab, scratch)
             _write_logprobs(parameters, row, logits, scratch, token)
-
-
-def sample(logits: NDArray[np.float32], sampling: SamplingArrays) -> StepOutput:
-    """`mvllm.core.sampling.sampler.sample`, compiled: the same result for logits f32[S, V] in packed rows."""
-    rows, vocab = logits.shape
-    output = empty_output(sampling)
-    scratch_bytes = sampler_scratch_bytes(vocab)
-    scratch = np.empty(scratch_bytes // 8, np.int64)
-    table = np.empty(NUM_COLUMNS, np.int64)
-    pack_parameters(
-        table,
-        logits=logits.ctypes.data,
-        row_stride=logits.strides[0] // logits.itemsize,
-        vocab=vocab,
-        sampling=sampling,
-        output=output,
-        scratch=scratch.ctypes.data,
-        scratch_stride=scratch_bytes,
-    )
-    sample_rows(table.ctypes.data, 0, rows, 0)
-    return output

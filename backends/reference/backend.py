@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.backends.reference.tensor_ops import Array, ReferenceOps
-from mvllm.core.errors import EngineClosed, ModelFileError
+from mvllm.core.errors import ConfigError, EngineClosed
 from mvllm.core.model.decoder import forward
 from mvllm.core.model.spec import ModelSpec
 from mvllm.core.sampling.sampler import sample
@@ -26,7 +26,7 @@ class ReferenceBackend(Backend):
 
     def load(self, spec: ModelSpec, weights: ModelWeights, geometry: KvGeometry) -> Model:
         if geometry.dtype not in self.capabilities.kv_dtypes:
-            raise ModelFileError(f"the reference backend keeps KV in f32, not in {geometry.dtype}")
+            raise ConfigError(f"the reference backend keeps KV as f32, {geometry.dtype!r} was asked for")
         return ReferenceModel(spec, weights, geometry)
 
 

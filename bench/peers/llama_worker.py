@@ -2,8 +2,8 @@
 
 Reads one JSON object per line from standard input, answers with one JSON object per line:
 
-    {"measure": "prefill", "tokens": 256}                     -> {"tokens_per_second": ...}
-    {"measure": "decode", "sequences": 8, "context": 128, "steps": 32}
+    {"measure": "prefill", "prompt": [...]}                   -> {"tokens_per_second": ...}
+    {"measure": "decode", "prompts": [[...], ...], "steps": 32}
 """
 
 from __future__ import annotations

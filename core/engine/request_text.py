@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mvllm.core.request import SamplingParams
+from mvllm.core.text.stop import StopState, StopStrings
 from mvllm.core.types import TokenId
 
 
@@ -20,18 +21,6 @@ class TextDecoder(Protocol):
 
     def finish(self, state: Any) -> str:
         """Text still held back (half a character, say) when no more tokens come."""
-
-
-class StopSearch(Protocol):
-    """Finds stop strings in a growing text; states are immutable values. `StopStrings` is one."""
-
-    def start(self) -> Any: ...
-
-    def advance(self, state: Any, delta: str) -> tuple[Any, str, str | None]:
-        """The next state, the text that may be shown, and the stop string if one has been met."""
-
-    def flush(self, state: Any) -> str:
-        """Text still held back when no more comes."""
 
 
 TextDecoderFor = Callable[[SamplingParams], TextDecoder]
@@ -52,15 +41,15 @@ class RequestText:
     """Where the text of one request stands: an immutable value, so a step that fails leaves no trace."""
 
     decoder: TextDecoder
-    stops: StopSearch | None
+    stops: StopStrings | None
     decoder_state: Any
-    stop_state: Any
+    stop_state: StopState
 
     @classmethod
     def start(
-        cls, decoder: TextDecoder, stops: StopSearch | None, prompt_token_ids: Sequence[TokenId]
+        cls, decoder: TextDecoder, stops: StopStrings | None, prompt_token_ids: Sequence[TokenId]
     ) -> RequestText:
-        return cls(decoder, stops, decoder.start(prompt_token_ids), stops.start() if stops else None)
+        return cls(decoder, stops, decoder.start(prompt_token_ids), StopState())
 
     def advance(self, token_id: TokenId, *, search: bool) -> TextStep:
         """Add a token. Without `search` its text passes unexamined (output still below min_tokens)."""

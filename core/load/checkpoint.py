@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mvllm.core.errors import ModelFileError
-from mvllm.core.load.contents import Checkpoint, GenerationDefaults, TensorInfo
+from mvllm.core.load.contents import Checkpoint
 from mvllm.core.load.gguf import MAGIC
 from mvllm.core.load.gguf_model import load_gguf_model
 from mvllm.core.load.hf_model import load_hf_model
-
-__all__ = ["Checkpoint", "GenerationDefaults", "TensorInfo", "load_checkpoint"]
 
 
 def load_checkpoint(path: Path, *, mmap: bool = True) -> Checkpoint:

@@ -6,7 +6,7 @@ import numpy as np
 
 from mvllm.core.load.end_tokens import END_OF_TURN_TOKENS
 from mvllm.core.load.settings import Settings
-from mvllm.core.text.assets import GgufVocabulary, TextAssets
+from mvllm.core.text.assets import GgufVocabulary, TextAssets, TokenType
 from mvllm.core.types import TokenId
 
 _MODELS = ("gpt2", "llama")
@@ -15,7 +15,7 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _BYTE_LEVEL_WITH_BOS = frozenset({"llama3", "llama-v3", "llama-bpe", "tekken"})
 """Pre-tokenizers of byte-level vocabularies whose models want a BOS although old files do not say so."""
 
-_NORMAL, _CONTROL = 1, 3
+_NORMAL, _CONTROL = int(TokenType.NORMAL), int(TokenType.CONTROL)
 _ABSENT_ID = 0xFFFFFFFF  # how some converters write "no such token"
 
 

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from mvllm.core.types import TokenId
+
+
+class TokenType(IntEnum):
+    """The values of `tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
 
 
 @dataclass(frozen=True)
@@ -14,7 +26,7 @@ class GgufVocabulary:
     model: str  # "gpt2" (byte-level BPE) or "llama" (SentencePiece-style)
     pre: str | None  # name of the pre-tokenizer; None: absent
     tokens: tuple[str, ...]
-    token_types: tuple[int, ...]  # 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
+    token_types: tuple[int, ...]  # `TokenType`s; a file may have others
     scores: tuple[float, ...] = ()
     merges: tuple[str, ...] = ()
     unknown_token_id: TokenId | None = None

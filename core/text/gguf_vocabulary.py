@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from enum import IntEnum
 from typing import cast
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from mvllm.core.errors import ModelFileError
-from mvllm.core.text.assets import GgufVocabulary, TextAssets
+from mvllm.core.text.assets import GgufVocabulary, TextAssets, TokenType
 from mvllm.core.text.pretokenizers import named_pre_tokenizer
 from mvllm.core.text.vocabulary import SENTENCEPIECE_SPACE, ControlToken, Spelling, Vocabulary
 from mvllm.core.types import TokenId
-
-
-class TokenType(IntEnum):
-    """The values of `tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
 
 _NORMAL = int(TokenType.NORMAL)  # a plain int: compared once for each of up to 262k tokens
 

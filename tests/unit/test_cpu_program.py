@@ -93,7 +93,7 @@ def test_one_token_needs_six_meetings_per_layer() -> None:
     program = program_of(Outline(num_layers=2))
     barriers = find_barriers(program, buffers_of(program))
     per_layer = [index for index, regimes in enumerate(barriers) if Regime.ONE_TOKEN in regimes]
-    first, second = ([index for index in per_layer if start < index <= start + 17] for start in (0, 17))
+    first, second = ([index for index in per_layer if start < index <= start + 18] for start in (0, 18))
     assert len(first) == len(second) == 6
     names = [program.instructions[index].kind for index in second]
     assert names == [Kind.NORM, Kind.ROTATE, Kind.ATTEND, Kind.QUANTIZE, Kind.NORM, Kind.QUANTIZE]
