@@ -20,11 +20,7 @@ def _reference(threads: int | None) -> Backend:
     return ReferenceBackend()
 
 
-_FACTORIES: dict[str, tuple[Callable[[int | None], Backend], str | None]] = {
-    "cpu": (_cpu, None),
-    "reference": (_reference, None),
-}
-"""name -> (factory, pip extra that brings what it imports)."""
+_FACTORIES: dict[str, Callable[[int | None], Backend]] = {"cpu": _cpu, "reference": _reference}
 
 BACKEND_NAMES = ("auto", *_FACTORIES)
 
@@ -37,13 +33,12 @@ def create_backend(name: str = "auto", *, threads: int | None = None) -> Backend
 
     Raises:
         ConfigError: no backend has that name.
-        BackendUnavailable: a library that it needs is missing; the message names the extra.
+        BackendUnavailable: a library that it needs is missing; the message names it.
     """
     wanted = "cpu" if name == "auto" else name
     if wanted not in _FACTORIES:
         raise ConfigError(f"unknown backend {name!r}; known: {', '.join(BACKEND_NAMES)}")
-    factory, extra = _FACTORIES[wanted]
     try:
-        return factory(threads)
+        return _FACTORIES[wanted](threads)
     except ImportError as error:
-        raise BackendUnavailable(wanted, str(error), extra=extra) from error
+        raise BackendUnavailable(wanted, str(error)) from error

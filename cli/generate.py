@@ -23,7 +23,7 @@ from mvllm.cli.report import json_lines, statistics
 from mvllm.cli.terminal import download_progress, note, prompt_progress, show_log_messages
 from mvllm.core.errors import TemplateError
 from mvllm.core.request import RequestOutput, SamplingParams
-from mvllm.llm import LLM
+from mvllm.llm import LLM, Stream
 
 
 @click.command()
@@ -77,6 +77,7 @@ def _load(model: str, options: dict[str, Any]) -> LLM:
             backend=options.pop("backend"),
             threads=options.pop("threads"),
             mmap=not options.pop("no_mmap"),
+            allow_unknown_pretokenizer=options.pop("allow_unknown_pretokenizer"),
             config=config,
             progress=progress,
         )
@@ -117,18 +118,42 @@ class _Session:
         return 0
 
     def print_batch(self, prompts: Sequence[PromptInput], *, as_json: bool, stats: bool) -> int:
-        """Print all answers in the order of the prompts, once all are done. Returns the exit status."""
+        """Print all answers in the order of the prompts, once all are done; on Ctrl-C print what has come.
+        Returns the exit status."""
         start = time.perf_counter()
         ids = [self._encode(prompt) for prompt in prompts]
         params = [self._params(prompt, len(own)) for prompt, own in zip(prompts, ids, strict=True)]
-        with prompt_progress(len(prompts)) as on_finished:
-            outputs = self._llm.generate(ids, params, on_finished=on_finished)
-        for prompt, output in zip(prompts, outputs, strict=True):
+        outputs, interrupted = self._answer_all(ids, params)
+        for prompt, output in zip(prompts, outputs, strict=False):
+            if interrupted and not any(answer.token_ids for answer in output.outputs):
+                continue
             for line in json_lines(prompt.id, output) if as_json else _texts(output):
                 click.echo(line)
         if stats:
             self._print_stats(outputs, time.perf_counter() - start)
-        return _report_errors(outputs)
+        status = _report_errors(outputs)
+        return 130 if interrupted else status
+
+    def _answer_all(
+        self, ids: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> tuple[list[RequestOutput], bool]:
+        """The answers, in one continuous batch, and whether Ctrl-C ended them early."""
+        streams: list[Stream] = []
+        interrupted = False
+        try:
+            with prompt_progress(len(ids)) as show_finished:
+                for prompt_ids, own_params in zip(ids, params, strict=True):
+                    streams.append(self._llm.stream(prompt_ids, own_params))
+                for count, stream in enumerate(streams, 1):
+                    for _ in stream:
+                        pass
+                    show_finished(count)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            for stream in streams:
+                stream.close()
+        return [stream.output() for stream in streams], interrupted
 
     def _encode(self, prompt: PromptInput) -> list[int]:
         if prompt.token_ids is not None:

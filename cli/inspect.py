@@ -82,7 +82,7 @@ def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
 
 def _program(path: Path) -> str:
     show_log_messages()
-    with LLM(path, max_model_len=256, num_kv_blocks=16) as llm:
+    with LLM(path, max_model_len=256, num_kv_blocks=16, allow_unknown_pretokenizer=True) as llm:
         return llm.describe_program()
 
 

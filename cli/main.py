@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
+import os
 import sys
 from typing import Any
 
@@ -49,14 +51,35 @@ def cli() -> None:
 def main() -> None:
     """Run the command line. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     try:
+        _prepare_output()
         status = cli.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output has gone; nothing more can be said to it.
-        sys.stderr.close()
-        sys.exit(141)
+    except OSError as error:
+        click.echo(f"Error: {error}", err=True)
+        _discard_output()
+        sys.exit(1)
     sys.exit(status or 0)
+
+
+def _prepare_output() -> None:
+    """Files and pipes get UTF-8, whatever the locale; a terminal shows "?" for what it can't show.
+
+    Raises:
+        click.ClickException: standard output is closed.
+    """
+    if sys.stdout is None:
+        raise click.ClickException("standard output is closed, so there is no place for the answer")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        if sys.stdout.isatty():
+            sys.stdout.reconfigure(errors="replace")
+        else:
+            sys.stdout.reconfigure(encoding="utf-8")
+
+
+def _discard_output() -> None:
+    """Keep Python from writing what is still buffered when it exits: it would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

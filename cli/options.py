@@ -86,7 +86,12 @@ engine_options = _apply(
             help="Where to compute.",
         ),
         click.option("--threads", type=int, help="Worker threads; by default all this process may use."),
-        click.option("--max-model-len", type=int, metavar="TOKENS", help="Context; default: the model's."),
+        click.option(
+            "--max-model-len",
+            type=int,
+            metavar="TOKENS",
+            help="Context; default: the model's, or what the KV pool holds if that is less.",
+        ),
         click.option("--max-num-seqs", type=int, help="Most sequences per step.  [default: 64]"),
         click.option("--max-num-batched-tokens", type=int, help="Most tokens per step.  [default: 512]"),
         click.option("--block-size", type=int, metavar="TOKENS", help="Tokens per KV block.  [default: 16]"),
@@ -102,6 +107,11 @@ engine_options = _apply(
             "--admission",
             type=click.Choice(["optimistic", "reserve"]),
             help="Admit when the prompt fits, or when the worst case does.  [default: optimistic]",
+        ),
+        click.option(
+            "--allow-unknown-pretokenizer",
+            is_flag=True,
+            help="Load a GGUF file that names no known pre-tokenizer, at the risk of wrong token ids.",
         ),
         click.option("--no-mmap", is_flag=True, help="Read the weights into memory instead of mapping them."),
     ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from mvllm.core.request import CompletionOutput, RequestOutput, TokenLogprobs
+from mvllm.core.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from mvllm.core.types import TokenId
 
 _MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON can't express."""
@@ -52,20 +53,17 @@ def _timings(output: RequestOutput) -> dict[str, float | int | None]:
 
 def _logprob_fields(entry: TokenLogprobs) -> dict[str, object]:
     chosen = entry.by_token[entry.token_id]
+    top = [_token_fields(token, value) for token, value in entry.by_token.items()]
+    return {**_token_fields(entry.token_id, chosen), "top": top}
+
+
+def _token_fields(token: TokenId, value: Logprob) -> dict[str, object]:
     return {
-        "token_id": entry.token_id,
-        "token": chosen.decoded_token,
-        "logprob": max(chosen.logprob, _MIN_LOGPROB),
-        "rank": chosen.rank,
-        "top": [
-            {
-                "token_id": token,
-                "token": value.decoded_token,
-                "logprob": max(value.logprob, _MIN_LOGPROB),
-                "rank": value.rank,
-            }
-            for token, value in entry.by_token.items()
-        ],
+        "token_id": token,
+        "token": value.decoded_token,
+        "bytes": list(value.token_bytes or b""),
+        "logprob": max(value.logprob, _MIN_LOGPROB),
+        "rank": value.rank,
     }
 
 

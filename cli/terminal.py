@@ -54,10 +54,10 @@ def download_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def prompt_progress(total: int) -> Iterator[Callable[[int], None] | None]:
+def prompt_progress(total: int) -> Iterator[Callable[[int], None]]:
     """A bar that counts finished prompts, on a terminal only."""
     if not _CONSOLE.is_terminal:
-        yield None
+        yield lambda finished: None
         return
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=_CONSOLE, transient=True) as bar:

@@ -23,7 +23,7 @@ class EngineConfig:
         ConfigError: a value is out of range, or two contradict each other.
     """
 
-    max_model_len: int | None = None  # tokens; default: the model's own context length
+    max_model_len: int | None = None  # tokens; default: the model's context, or all the KV pool holds
     max_num_seqs: int = 64  # rows per step
     max_num_batched_tokens: int = 512  # tokens per step
     block_size: int = 16  # tokens per KV block
@@ -100,6 +100,8 @@ def resolve(
         one_context = ceil_div(max_model_len, config.block_size)
         most_useful = one_context * config.max_num_seqs
         num_blocks = max(one_context, min(most_useful, DEFAULT_KV_BYTES // block_bytes))
+    if config.max_model_len is None:
+        max_model_len = min(max_model_len, num_blocks * config.block_size)
     return ResolvedConfig(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -1,9 +1,15 @@
 """The exception tree. Every error the project raises on purpose derives from `MvllmError`.
 
-Messages say what was found, what was expected and, where the user can act, what to do.
+Messages say what was found, what was expected and, where the user can act, what to do. `shown` and `listed`
+put what a file or a caller brought into them, cut to a length that a terminal bears.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MAX_SHOWN_CHARACTERS = 80
+_MAX_LISTED = 8
 
 
 class MvllmError(Exception):
@@ -48,13 +54,11 @@ class CapacityError(MvllmError):
 
 
 class BackendUnavailable(MvllmError):
-    """A backend can't run here; `extra` is the pip extra that would bring it, if any."""
+    """A backend can't run here."""
 
-    def __init__(self, backend: str, reason: str, *, extra: str | None = None) -> None:
-        hint = f"; install it with: pip install 'mvllm-engine[{extra}]'" if extra else ""
-        super().__init__(f"backend {backend!r} is unavailable: {reason}{hint}")
+    def __init__(self, backend: str, reason: str) -> None:
+        super().__init__(f"backend {backend!r} is unavailable: {reason}")
         self.backend = backend
-        self.extra = extra
 
 
 class EngineClosed(MvllmError):
@@ -63,3 +67,14 @@ class EngineClosed(MvllmError):
 
 class InvariantViolation(MvllmError):
     """Internal state contradicts a stated invariant: a bug in this project."""
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[: _MAX_SHOWN_CHARACTERS - 3] + "..."
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names of a list, with commas."""
+    return ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")

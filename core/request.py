@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
-from mvllm.core.errors import ConfigError
+from mvllm.core.errors import ConfigError, shown
 from mvllm.core.types import MASK_64, RequestId, TokenId
 
 GREEDY_TEMPERATURE = 1e-5
@@ -21,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+MAX_TOP_K = (1 << 31) - 1  # it travels as int32
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30  # of logits, which must stay within float32's range
 
 
 @dataclass(frozen=True)
@@ -54,59 +55,80 @@ class SamplingParams:
     cache_salt: str = ""  # requests share cached prefixes only with equal salts
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        self._check()
+        self._convert("stop", lambda stop: (stop,) if isinstance(stop, str) else tuple(stop), "text or texts")
+        self._convert("stop_token_ids", tuple, "token ids")
+        self._convert("logit_bias", dict, "a mapping of token ids to numbers")
+        self._check_numbers()
+        self._check_collections()
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            self._require(isinstance(getattr(self, name), bool), name, "True or False")
+        self._require(isinstance(self.cache_salt, str), "cache_salt", "text")
 
-    def _check(self) -> None:
-        def require(ok: bool, name: str, expected: str) -> None:
-            if not ok:
-                raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+    def _convert(self, name: str, convert: Callable[[Any], object], expected: str) -> None:
+        """Bring a collection into the form it is kept in; None, as in vLLM, is an empty one."""
+        value = getattr(self, name)
+        try:
+            object.__setattr__(self, name, convert(() if value is None else value))
+        except (TypeError, ValueError):
+            self._require(False, name, expected)
 
-        def whole(
-            name: str, expected: str, low: int, high: int | None = None, *, optional: bool = False
-        ) -> None:
-            value = getattr(self, name)
-            if optional and value is None:
-                return
-            fits = isinstance(value, int) and not isinstance(value, bool) and value >= low
-            require(fits and (high is None or value <= high), name, expected)
+    def _require(self, ok: bool, name: str, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} must be {expected}, got {shown(getattr(self, name))}")
 
-        def real(name: str, expected: str, low: float, high: float, *, above_low: bool = False) -> None:
-            value = getattr(self, name)
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            fits = fits and low <= value <= high and not (above_low and value == low)
-            require(fits, name, expected)
+    def _whole(
+        self, name: str, expected: str, low: int, high: int | None = None, *, optional: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        fits = _is_whole(value) and value >= low and (high is None or value <= high)
+        self._require(fits or (optional and value is None), name, expected)
 
-        whole("n", f"a whole number from 1 to {MAX_CHOICES}", 1, MAX_CHOICES)
-        real("temperature", "a finite number of at least 0", 0.0, math.inf)
-        real("top_p", "above 0 and at most 1", 0.0, 1.0, above_low=True)
-        whole("top_k", "a whole number of at least -1", -1)
-        real("min_p", "from 0 to 1", 0.0, 1.0)
-        real("repetition_penalty", "a finite number above 0", 0.0, math.inf, above_low=True)
-        real("presence_penalty", "from -2 to 2", -2.0, 2.0)
-        real("frequency_penalty", "from -2 to 2", -2.0, 2.0)
-        whole("seed", "a whole number or None", -(1 << 63), MASK_64, optional=True)
-        whole("max_tokens", "a whole number of at least 1, or None", 1, optional=True)
-        whole("min_tokens", "a whole number of at least 0", 0)
-        whole("logprobs", f"from 0 to {MAX_LOGPROBS}, or None", 0, MAX_LOGPROBS, optional=True)
+    def _real(self, name: str, expected: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        self._require(_is_real(value) and low <= value <= high, name, expected)  # NaN fails this too
+
+    def _check_numbers(self) -> None:
+        self._whole("n", f"a whole number from 1 to {MAX_CHOICES}", 1, MAX_CHOICES)
+        self._real("temperature", f"a finite number from 0 to {LARGEST_FACTOR:g}", 0.0, LARGEST_FACTOR)
+        self._real("top_p", "above 0 and at most 1", 0.0, 1.0)
+        self._require(self.top_p > 0.0, "top_p", "above 0 and at most 1")
+        self._whole("top_k", f"a whole number from -1 to {MAX_TOP_K}", -1, MAX_TOP_K)
+        self._real("min_p", "from 0 to 1", 0.0, 1.0)
+        factors = f"a finite number from {SMALLEST_FACTOR:g} to {LARGEST_FACTOR:g}"
+        self._real("repetition_penalty", factors, SMALLEST_FACTOR, LARGEST_FACTOR)
+        self._real("presence_penalty", "from -2 to 2", -2.0, 2.0)
+        self._real("frequency_penalty", "from -2 to 2", -2.0, 2.0)
+        self._whole("seed", "a whole number or None", -(1 << 63), MASK_64, optional=True)
+        self._whole("max_tokens", "a whole number of at least 1, or None", 1, optional=True)
+        self._whole("min_tokens", "a whole number of at least 0", 0)
+        self._whole("logprobs", f"from 0 to {MAX_LOGPROBS}, or None", 0, MAX_LOGPROBS, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
+
+    def _check_collections(self) -> None:
         ok = len(self.stop) <= MAX_STOP_STRINGS
         ok = ok and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop)
-        require(ok, "stop", f"up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters")
-        ok = all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids)
-        require(ok, "stop_token_ids", "token ids")
+        expected = f"up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters"
+        self._require(ok, "stop", expected)
+        ok = all(_is_whole(token) and token >= 0 for token in self.stop_token_ids)
+        self._require(ok, "stop_token_ids", "token ids")
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or token < 0:
-                raise ConfigError(f"logit_bias: {token!r} is not a token id")
-            if not isinstance(bias, (int, float)) or not -100.0 <= bias <= 100.0:
-                raise ConfigError(f"logit_bias[{token}] must be from -100 to 100, got {bias!r}")
+            if not _is_whole(token) or token < 0:
+                raise ConfigError(f"logit_bias: {shown(token)} is not a token id")
+            if not _is_real(bias) or not -100.0 <= bias <= 100.0:
+                raise ConfigError(f"logit_bias[{token}] must be from -100 to 100, got {shown(bias)}")
 
     def with_changes(self, **changes: object) -> SamplingParams:
         """A copy with some fields replaced, checked like any other."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -149,7 +171,8 @@ class Logprob:
 
     logprob: float
     rank: int
-    decoded_token: str | None = None
+    decoded_token: str | None = None  # on its own; a part of a character shows as U+FFFD
+    token_bytes: bytes | None = None  # those of chosen tokens, joined, are the text
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class Model(ABC):
     @abstractmethod
     def taps(self, batch: ForwardBatch) -> list[NDArray[np.float32]]:
         """Run the batch and return copies of the activations f32[T, hidden] after the embedding and after
-        each layer. For tests and `compare`; costs the other calls nothing."""
+        each layer. For tests and for finding where two backends part; costs the other calls nothing."""
 
     @abstractmethod
     def read_blocks(self, ids: Sequence[BlockId]) -> NDArray[np.float32]:

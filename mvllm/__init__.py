@@ -28,7 +28,7 @@ from mvllm.core.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from mvllm.llm import LLM, StreamChunk
+from mvllm.llm import LLM, Stream, StreamChunk
 
 __all__ = [
     "LLM",
@@ -47,6 +47,7 @@ __all__ = [
     "RequestOutput",
     "RequestRejected",
     "SamplingParams",
+    "Stream",
     "StreamChunk",
     "TemplateError",
     "TokenLogprobs",

@@ -7,12 +7,12 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from mvllm.backends.registry import create_backend
 from mvllm.core.cache_folder import cache_folder
@@ -25,7 +25,7 @@ from mvllm.core.errors import ConfigError, ModelFileError
 from mvllm.core.load.catalog import DEFAULT_MODEL, ModelStore, Progress, no_progress
 from mvllm.core.load.checkpoint import load_checkpoint
 from mvllm.core.load.contents import Checkpoint
-from mvllm.core.request import FinishReason, RequestOutput, SamplingParams
+from mvllm.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from mvllm.core.step import Event, TokensOut
 from mvllm.core.tensor import Backend, KvGeometry, Model
 from mvllm.core.text.chat_messages import Message
@@ -34,14 +34,26 @@ from mvllm.core.text.detokenizer import Detokenizer
 from mvllm.core.text.stop import stop_token_ids_for
 from mvllm.core.text.tokenizer import Tokenizer
 from mvllm.core.types import TokenId
+from mvllm.interrupts import HoldInterrupts
+from mvllm.prompts import (
+    EncodedPrompt,
+    Prompt,
+    conversations,
+    encode_prompt,
+    encode_prompts,
+    params_by_prompt,
+)
 
-Prompt = str | Sequence[TokenId] | Mapping[str, Any]
-"""Text, token ids, or vLLM's form {"prompt": text} or {"prompt_token_ids": ids}."""
 
+def default_cache_dir() -> Path | None:
+    """Where models and compiled kernels are kept: $MVLLM_CACHE, or mvllm/ in the user's cache folder.
 
-def default_cache_dir() -> Path:
-    """Where models and compiled kernels are kept: $MVLLM_CACHE, or mvllm/ in the user's cache folder."""
-    return cache_folder(os.environ, sys.platform)
+    None for a user without a home folder; models given by path need none.
+    """
+    try:
+        return cache_folder(os.environ, sys.platform)
+    except RuntimeError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,8 @@ class LLM:
                 vocab_size=self.checkpoint.spec.vocab_size,
                 text=lambda params: detokenizers[params.skip_special_tokens],
                 clock=time.perf_counter,
-            )
+            ),
+            undisturbed=HoldInterrupts,
         )
         self._group_numbers = itertools.count()
 
@@ -146,53 +159,52 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        on_finished: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in one continuous batch; results in the order of the prompts.
 
         Args:
             sampling_params: one for all, or one per prompt.
-            on_finished: called with the number of finished prompts each time it grows.
 
         Raises:
             RequestRejected, ConfigError: a prompt can't be served as asked; nothing was started.
         """
-        listed = _listed(prompts)
-        texts = [_prompt_text(prompt) for prompt in listed]
-        ids = [self._encode(prompt) for prompt in listed]
-        return self._run(texts, ids, _per_prompt(sampling_params, len(listed)), on_finished)
+        encoded = encode_prompts(self.tokenizer, prompts)
+        return self._run(encoded, params_by_prompt(sampling_params, len(encoded)))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        on_finished: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or many, rendered with the model's chat template.
 
         Raises:
             TemplateError: the model has no template, or it refuses the messages.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: list[Any] = [messages] if single else list(messages)
-        ids = [self.encode_chat(conversation) for conversation in conversations]
-        return self._run([None] * len(ids), ids, _per_prompt(sampling_params, len(ids)), on_finished)
+        encoded = [
+            EncodedPrompt(None, tuple(self.encode_chat(conversation)))
+            for conversation in conversations(messages)
+        ]
+        return self._run(encoded, params_by_prompt(sampling_params, len(encoded)))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
         """Yield pieces of the answer(s) as they come. Closing the stream cancels the request."""
-        return self._stream(_prompt_text(prompt), self._encode(prompt), sampling_params or SamplingParams())
+        return self._stream(encode_prompt(self.tokenizer, prompt), sampling_params)
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Stream:
         """`stream` for a conversation."""
-        return self._stream(None, self.encode_chat(messages), sampling_params or SamplingParams())
+        return self._stream(EncodedPrompt(None, tuple(self.encode_chat(messages))), sampling_params)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[TokenId]:
-        """Token ids of a conversation, ready for the model's answer."""
-        return self._template.encode(messages)
+    def encode_chat(
+        self, messages: Sequence[Message], *, parse_special_in_content: bool = False
+    ) -> list[TokenId]:
+        """Token ids of a conversation, ready for the model's answer; a prompt for `generate` and `stream`.
+
+        Content yields no control token, whatever it says, unless `parse_special_in_content` allows it.
+        """
+        return self._template.encode(messages, parse_special_in_content=parse_special_in_content)
 
     # --- engine state -------------------------------------------------------------------------------
 
@@ -253,65 +265,47 @@ class LLM:
         )
         return self.backend.load(checkpoint.spec, checkpoint.weights, geometry)
 
-    def _encode(self, prompt: Prompt) -> list[TokenId]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return list(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
-                raise ConfigError('a prompt mapping needs the key "prompt" or "prompt_token_ids"')
-            return self.tokenizer.encode(prompt["prompt"])
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
-    def _submit(
-        self,
-        text: str | None,
-        ids: Sequence[TokenId],
-        params: SamplingParams,
-        *,
-        keep_events: bool = False,
-    ) -> OutputCollector:
+    def _prepare(
+        self, prompt: EncodedPrompt, params: SamplingParams
+    ) -> tuple[tuple[Request, ...], OutputCollector]:
+        """The requests of one prompt and what gathers their output; nothing is started."""
         group = f"request-{next(self._group_numbers)}"
         extra = stop_token_ids_for(self.tokenizer, params.stop)
         if extra:
             params = params.with_changes(stop_token_ids=(*params.stop_token_ids, *sorted(extra)))
         requests = prepare_requests(
             group,
-            ids,
+            prompt.token_ids,
             params,
             max_model_len=self.config.max_model_len,
             eos_token_ids=self.checkpoint.text.eos_token_ids,
             draw_seed=lambda: secrets.randbits(64),
         )
-        token_text = self.tokenizer.token_text if params.logprobs is not None else None
-        collector = OutputCollector(group, text, requests, clock=time.perf_counter, token_text=token_text)
-        self._shared.submit(requests, collector, keep_events=keep_events)
-        return collector
+        token_bytes = self.tokenizer.token_bytes if params.logprobs is not None else None
+        return requests, OutputCollector(
+            group, prompt.text, requests, clock=time.perf_counter, token_bytes=token_bytes
+        )
 
-    def _run(
-        self,
-        texts: Sequence[str | None],
-        ids: Sequence[Sequence[TokenId]],
-        params: Sequence[SamplingParams],
-        on_finished: Callable[[int], None] | None,
-    ) -> list[RequestOutput]:
-        collectors: list[OutputCollector] = []
+    def _run(self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        prepared = [self._prepare(*prompt) for prompt in zip(prompts, params, strict=True)]
+        collectors = [collector for _, collector in prepared]
         try:
-            for text, prompt_ids, own_params in zip(texts, ids, params, strict=True):
-                collectors.append(self._submit(text, prompt_ids, own_params))
-            finished = 0
-            while finished < len(collectors):
-                self._shared.advance(collectors)
-                now = sum(collector.finished for collector in collectors)
-                if now > finished and on_finished:
-                    on_finished(now)
-                finished = now
+            for requests, collector in prepared:
+                self._shared.submit(requests, collector)
+            for collector in collectors:
+                while not collector.finished:
+                    self._shared.advance([collector])
             return [collector.output() for collector in collectors]
         finally:
             for collector in collectors:
                 self._shared.forget(collector)
 
-    def _stream(self, text: str | None, ids: Sequence[TokenId], params: SamplingParams) -> Stream:
-        return Stream(self._shared, self._submit(text, ids, params, keep_events=True))
+    def _stream(self, prompt: EncodedPrompt, params: SamplingParams | None) -> Stream:
+        [params] = params_by_prompt(params, 1)
+        requests, collector = self._prepare(prompt, params)
+        stream = Stream(self._shared, collector)  # made first: whatever happens now, dropping it cancels
+        self._shared.submit(requests, collector, keep_events=True)
+        return stream
 
 
 def _chunk(index: int, event: Event) -> StreamChunk:
@@ -328,25 +322,3 @@ def _join_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> En
         known = ", ".join(EngineConfig.__dataclass_fields__)
         raise ConfigError(f"unknown setting {', '.join(sorted(unknown))}; known: {known}")
     return config or EngineConfig(**settings)
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
-
-
-def _prompt_text(prompt: Prompt) -> str | None:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping):
-        return prompt.get("prompt")
-    return None
-
-
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ConfigError(f"{len(params)} sampling parameters for {count} prompts: give one, or one each")
-    return list(params)

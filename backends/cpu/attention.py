@@ -20,6 +20,7 @@ from mvllm.backends.cpu.attention_kernels import (
 from mvllm.backends.cpu.elementwise import cap_softly, scale
 from mvllm.backends.cpu.jit import kernel
 from mvllm.backends.cpu.kv_pool import TILE
+from mvllm.backends.cpu.memory import round_up
 from mvllm.backends.cpu.pointers import f32_at, i16_at, i32_at, i64_at, record_at
 from mvllm.backends.cpu.tables import ATTENTION
 
@@ -31,6 +32,7 @@ ITEM_FIELDS = 4
 _QUERIES, _BEGINS, _ENDS, _FACTORS = 0, 64, 128, 192
 _KEY_TILE = 256
 _ROW_BYTES = 4 * TILE
+_END = 1 << 62  # beyond every position
 
 _TILES_AHEAD = 4  # prefetched: the time of one tile is below the latency of memory
 
@@ -40,7 +42,7 @@ attention_at = record_at(ATTENTION)
 def scratch_bytes(max_context: int, head_dim: int) -> int:
     """Scratch that one thread needs; a multiple of a cache line."""
     tiles = max_context // TILE + 2
-    padded_dim = -(-head_dim // TILE) * TILE
+    padded_dim = round_up(head_dim, TILE)
     return _KEY_TILE + _ROW_BYTES * head_dim + MAX_ROWS * (4 * padded_dim + tiles * _ROW_BYTES)
 
 
@@ -169,6 +171,30 @@ def _add_values(
         position += count
 
 
+@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _add_values_row_by_row(
+    attention_address: Any,
+    table: Any,
+    head: Any,
+    rows: Any,
+    low: Any,
+    high: Any,
+    first: Any,
+    scratch: Any,
+    weights: Any,
+    weight_stride: Any,
+    sums: Any,
+) -> Any:
+    """Add each row's weighted values of its own positions within [low, high); weights start at `first`."""
+    begins, ends = i64_at(scratch + _BEGINS), i64_at(scratch + _ENDS)
+    sum_stride = 4 * attention_at(attention_address).padded_dim
+    for row in range(rows):
+        start, stop = max(low, begins[row]), min(high, ends[row])
+        own_weights = weights + row * weight_stride + 4 * (start - first)
+        own_sums = sums + row * sum_stride
+        _add_values(attention_address, table, head, 1, start, stop, own_weights, 0, own_sums, 0)
+
+
 @kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def _mix_values(
     attention_address: Any,
@@ -188,19 +214,16 @@ def _mix_values(
     """
     a = attention_at(attention_address)
     begins, ends = i64_at(scratch + _BEGINS), i64_at(scratch + _ENDS)
-    sum_stride = 4 * a.padded_dim
     shared_begin, shared_end = begins[0], ends[0]
     for row in range(rows):
         shared_begin, shared_end = max(shared_begin, begins[row]), min(shared_end, ends[row])
     shared_end = max(shared_end, shared_begin)
     for i in range(rows * a.padded_dim):
         f32_at(sums)[i] = 0.0
-    for row in range(rows):
-        start, stop = begins[row], min(shared_begin, ends[row])
-        row_weights, row_sums = weights + row * weight_stride, sums + row * sum_stride
-        _add_values(
-            attention_address, table, head, 1, start, stop, row_weights + 4 * (start - first), 0, row_sums, 0
-        )
+    _add_values_row_by_row(
+        attention_address, table, head, rows, 0, shared_begin, first, scratch, weights, weight_stride, sums
+    )
+    shared_weights, sum_stride = weights + 4 * (shared_begin - first), 4 * a.padded_dim
     _add_values(
         attention_address,
         table,
@@ -208,16 +231,60 @@ def _mix_values(
         rows,
         shared_begin,
         shared_end,
-        weights + 4 * (shared_begin - first),
+        shared_weights,
         weight_stride,
         sums,
         sum_stride,
     )
+    _add_values_row_by_row(
+        attention_address, table, head, rows, shared_end, _END, first, scratch, weights, weight_stride, sums
+    )
+
+
+@kernel("UniTuple(int64, 2)(int64, int64, int64, int64, int64, int64, int64)")
+def _place_rows(
+    attention_address: Any,
+    item_address: Any,
+    first_token: Any,
+    positions: Any,
+    q: Any,
+    stride: Any,
+    scratch: Any,
+) -> Any:
+    """Write address, begin and end of every query row; returns the range of positions that they span, its
+    start moved down to a multiple of TILE."""
+    a, item = attention_at(attention_address), i64_at(item_address)
+    queries, begins, ends = (
+        i64_at(scratch + _QUERIES),
+        i64_at(scratch + _BEGINS),
+        i64_at(scratch + _ENDS),
+    )
+    first, last = _END, 0
+    for row in range(item[COUNT]):
+        token = first_token + (item[FIRST] + row) // a.group
+        head = item[KV_HEAD] * a.group + (item[FIRST] + row) % a.group
+        queries[row] = q + token * stride + 4 * a.head_dim * head
+        ends[row] = i32_at(positions)[token] + 1
+        begins[row] = max(0, ends[row] - a.window) if a.window > 0 else 0
+        first, last = min(first, begins[row]), max(last, ends[row])
+    return first // TILE * TILE, last
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
+def _softmax_rows(
+    attention_address: Any, rows: Any, first: Any, tiles: Any, scratch: Any, scores: Any, stride: Any
+) -> Any:
+    """Turn the scores of each query row into weights, and write its factor."""
+    a = attention_at(attention_address)
+    begins, ends = i64_at(scratch + _BEGINS), i64_at(scratch + _ENDS)
     for row in range(rows):
-        start, stop = max(shared_end, begins[row]), ends[row]
-        row_weights, row_sums = weights + row * weight_stride, sums + row * sum_stride
-        _add_values(
-            attention_address, table, head, 1, start, stop, row_weights + 4 * (start - first), 0, row_sums, 0
+        row_scores, factor = scores + row * stride, a.scale
+        if a.soft_cap > 0:
+            scale(row_scores, a.scale, row_scores, tiles * TILE)
+            cap_softly(row_scores, a.soft_cap, row_scores, tiles * TILE)
+            factor = np.float32(1.0)
+        f32_at(scratch + _FACTORS)[row] = softmax_row(
+            row_scores, begins[row] - first, ends[row] - first, tiles, factor
         )
 
 
@@ -240,39 +307,17 @@ def attend_item(
         table: the row's block table, int32.
         q, out: float32 matrices [T, heads * head_dim], their rows `stride` bytes apart.
     """
-    a = attention_at(attention_address)
-    item = i64_at(item_address)
+    a, item = attention_at(attention_address), i64_at(item_address)
     head, rows = item[KV_HEAD], item[COUNT]
-    queries, begins, ends = (
-        i64_at(scratch + _QUERIES),
-        i64_at(scratch + _BEGINS),
-        i64_at(scratch + _ENDS),
-    )
-    first, last = 1 << 62, 0
-    for row in range(rows):
-        token = first_token + (item[FIRST] + row) // a.group
-        column = 4 * a.head_dim * (head * a.group + (item[FIRST] + row) % a.group)
-        queries[row] = q + token * stride + column
-        ends[row] = i32_at(positions)[token] + 1
-        begins[row] = max(0, ends[row] - a.window) if a.window > 0 else 0
-        first, last = min(first, begins[row]), max(last, ends[row])
-    first = first // TILE * TILE
+    first, last = _place_rows(attention_address, item_address, first_token, positions, q, stride, scratch)
     tiles = (last - first + TILE - 1) // TILE
     sums = scratch + _KEY_TILE + _ROW_BYTES * a.head_dim
     scores, score_stride = sums + 4 * MAX_ROWS * a.padded_dim, tiles * _ROW_BYTES
     _score(attention_address, table, head, rows, first, last, scratch, scores, score_stride)
-    for row in range(rows):
-        row_scores, factor = scores + row * score_stride, a.scale
-        if a.soft_cap > 0:
-            scale(row_scores, a.scale, row_scores, tiles * TILE)
-            cap_softly(row_scores, a.soft_cap, row_scores, tiles * TILE)
-            factor = np.float32(1.0)
-        f32_at(scratch + _FACTORS)[row] = softmax_row(
-            row_scores, begins[row] - first, ends[row] - first, tiles, factor
-        )
+    _softmax_rows(attention_address, rows, first, tiles, scratch, scores, score_stride)
     _mix_values(attention_address, table, head, rows, first, scratch, scores, score_stride, sums)
     for row in range(rows):
-        target, source = f32_at(queries[row] - q + out), f32_at(sums + 4 * row * a.padded_dim)
-        factor = f32_at(scratch + _FACTORS)[row]
+        query, factor = i64_at(scratch + _QUERIES)[row], f32_at(scratch + _FACTORS)[row]
+        target, source = f32_at(query - q + out), f32_at(sums + 4 * row * a.padded_dim)
         for i in range(a.head_dim):
             target[i] = source[i] * factor

@@ -13,15 +13,14 @@ All three give a query row the same bits whatever other rows, tiles or blocks su
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from mvllm.backends.cpu.functions import exponential, round_to_half
 from mvllm.backends.cpu.isa import half_to_float, selected
 from mvllm.backends.cpu.kv_pool import TILE
+from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.vector import (
     F16,
     F32,
@@ -45,7 +44,6 @@ MAX_ROWS = 4 if _ISA.lanes >= TILE else 3
 _COLUMN_VECTORS = 4 if _ISA.lanes >= TILE else 2  # vectors of value columns summed at once
 _FLOATS = vector(F32, TILE)
 _VECTOR_BYTES = 4 * TILE
-_LINE = 64
 _READ, _SECOND_LEVEL, _DATA = 0, 2, 1  # arguments of llvm.prefetch
 
 
@@ -82,7 +80,7 @@ def _emit_scores(
     def step(index: Value, sums: list[Value]) -> list[Value]:
         at = emitter.times(index, 2 * row_bytes)
         ahead = emitter.offset(next_keys, at)
-        for line in range(0, 2 * row_bytes, _LINE):
+        for line in range(0, 2 * row_bytes, LINE_BYTES):
             _prefetch(emitter, emitter.offset(ahead, line))
         result = list(sums)
         for parity in (0, 1):
@@ -128,64 +126,48 @@ def _emit_score_tile(
 score_tile = emitted(_emit_score_tile, 8)
 
 
-def _softmax_row(
-    typing: Any,
-    scores: types.Type,
-    begin: types.Type,
-    end: types.Type,
-    tiles: types.Type,
-    scale: types.Type,
-) -> Any:
+def _emit_softmax(
+    emitter: Emitter, scores: Value, begin: Value, end: Value, tiles: Value, scale: Value
+) -> Value:
     """Replace float32[tiles * TILE] scores by exp(scale * score - maximum), zero outside [begin, end).
 
     Returns 1 / their sum, float32.
     """
+    builder = emitter.builder
+    lanes = ir.Constant(vector(I64, TILE), list(range(TILE)))
+    begins, ends, scales = (emitter.splat(value, TILE) for value in (begin, end, scale))
+    lowest, zeros = constant(F32, TILE, float("-inf")), constant(F32, TILE, 0.0)
 
-    def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-        scores, begin, end, tiles, scale = arguments
-        emitter = Emitter(builder)
-        lanes = ir.Constant(vector(I64, TILE), list(range(TILE)))
-        begins, ends, scales = (
-            emitter.splat(begin, TILE),
-            emitter.splat(end, TILE),
-            emitter.splat(scale, TILE),
+    def in_range(tile: Value) -> Value:
+        positions = builder.add(emitter.splat(emitter.times(tile, TILE), TILE), lanes)
+        return builder.and_(
+            builder.icmp_signed(">=", positions, begins), builder.icmp_signed("<", positions, ends)
         )
 
-        def in_range(tile: Value) -> Value:
-            positions = builder.add(emitter.splat(emitter.times(tile, TILE), TILE), lanes)
-            return builder.and_(
-                builder.icmp_signed(">=", positions, begins), builder.icmp_signed("<", positions, ends)
-            )
+    def scaled(tile: Value) -> Value:
+        return builder.fmul(emitter.load(_FLOATS, scores, emitter.times(tile, _VECTOR_BYTES)), scales)
 
-        def scaled(tile: Value) -> Value:
-            values = emitter.load(_FLOATS, scores, emitter.times(tile, _VECTOR_BYTES))
-            return builder.fmul(values, scales)
+    def larger(x: Value, y: Value) -> Value:
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
-        def larger(x: Value, y: Value) -> Value:
-            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+    def find_maximum(tile: Value, carried: list[Value]) -> list[Value]:
+        return [larger(carried[0], builder.select(in_range(tile), scaled(tile), lowest))]
 
-        lowest = constant(F32, TILE, float("-inf"))
+    (maxima,) = emitter.loop(tiles, [lowest], find_maximum)
+    maximum = emitter.splat(emitter.reduce(larger, maxima), TILE)
 
-        def find_maximum(tile: Value, carried: list[Value]) -> list[Value]:
-            return [larger(carried[0], builder.select(in_range(tile), scaled(tile), lowest))]
+    def exponentiate(tile: Value, carried: list[Value]) -> list[Value]:
+        power = exponential(emitter, builder.fsub(scaled(tile), maximum))
+        power = builder.select(in_range(tile), power, zeros)
+        emitter.store(power, scores, emitter.times(tile, _VECTOR_BYTES))
+        return [builder.fadd(carried[0], power)]
 
-        (maxima,) = emitter.loop(tiles, [lowest], find_maximum)
-        maximum = emitter.splat(emitter.reduce(larger, maxima), TILE)
-        zeros = constant(F32, TILE, 0.0)
-
-        def exponentiate(tile: Value, carried: list[Value]) -> list[Value]:
-            power = exponential(emitter, builder.fsub(scaled(tile), maximum))
-            power = builder.select(in_range(tile), power, zeros)
-            emitter.store(power, scores, emitter.times(tile, _VECTOR_BYTES))
-            return [builder.fadd(carried[0], power)]
-
-        (sums,) = emitter.loop(tiles, [zeros], exponentiate)
-        return builder.fdiv(F32(1.0), emitter.reduce(builder.fadd, sums))
-
-    return types.float32(*[types.int64] * 4, types.float32), emit
+    (sums,) = emitter.loop(tiles, [zeros], exponentiate)
+    return builder.fdiv(F32(1.0), emitter.reduce(builder.fadd, sums))
 
 
-softmax_row: Any = intrinsic(_softmax_row)
+softmax_row = emitted(_emit_softmax, [*[types.int64] * 4, types.float32], returns=types.float32)
+"""`_emit_softmax` as (scores, begin, end, tiles, scale) -> float32."""
 
 
 def _emit_weighted_sums(
@@ -207,7 +189,7 @@ def _emit_weighted_sums(
     def step(index: Value, carried: list[Value]) -> list[Value]:
         at = emitter.times(index, value_stride)
         ahead = emitter.offset(next_values, at)
-        for line in range(0, vectors * vector_bytes, _LINE):
+        for line in range(0, vectors * vector_bytes, LINE_BYTES):
             _prefetch(emitter, emitter.offset(ahead, line))
         row_values = emitter.offset(values, at)
         loaded = [_load_kv(emitter, is_half, row_values, v * vector_bytes) for v in range(vectors)]
@@ -278,14 +260,10 @@ def _emit_add_weighted_values(
 add_weighted_values = emitted(_emit_add_weighted_values, 11)
 
 
-def _half_bits(typing: Any, value: types.Type) -> Any:
-    def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-        emitter = Emitter(builder)
-        half = round_to_half(emitter, _ISA, emitter.splat(arguments[0], 1))
-        return builder.extract_element(builder.bitcast(half, vector(I16, 1)), I64(0))
-
-    return types.int16(types.float32), emit
+def _emit_half_bits(emitter: Emitter, value: Value) -> Value:
+    half = round_to_half(emitter, _ISA, emitter.splat(value, 1))
+    return emitter.builder.extract_element(emitter.builder.bitcast(half, vector(I16, 1)), I64(0))
 
 
-half_bits: Any = intrinsic(_half_bits)
+half_bits = emitted(_emit_half_bits, [types.float32], returns=types.int16)
 """The bits, as int16, of a float32 rounded to the nearest float16, ties to even."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED
 from mvllm.backends.cpu.threads import default_threads
 from mvllm.core.errors import ConfigError, ModelFileError
@@ -9,6 +11,7 @@ from mvllm.core.model.spec import ModelSpec
 from mvllm.core.tensor import Backend, Capabilities, KvGeometry, Model, ModelWeights, Weight
 
 _KV_DTYPES = ("f16", "f32")
+_log = logging.getLogger("mvllm")
 
 
 class CpuBackend(Backend):
@@ -54,9 +57,12 @@ class CpuBackend(Backend):
         from mvllm.backends.cpu.jit import announce_first_compilation
 
         announce_first_compilation()
+        from mvllm.backends.cpu.isa import selected
         from mvllm.backends.cpu.model import CpuModel
 
-        return CpuModel(spec, weights, geometry, self._threads or default_threads())
+        threads = self._threads or default_threads()
+        _log.info("cpu backend: %s kernels, threads: %d", selected().name, threads)
+        return CpuModel(spec, weights, geometry, threads)
 
 
 def _matrices(weights: ModelWeights) -> list[Weight]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
 
 from mvllm.backends.cpu.functions import gelu_tanh, silu, soft_cap
 from mvllm.backends.cpu.isa import selected
@@ -108,26 +107,19 @@ _gate_silu = _gate_with(silu)
 _gate_gelu_tanh = _gate_with(gelu_tanh)
 
 
-def _soft_cap_definition(
-    typing: Any, x: types.Type, cap: types.Type, out: types.Type, vectors: types.Type
-) -> Any:
-    def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-        emitter = Emitter(builder)
-        caps = emitter.splat(arguments[1], _LANES)
+def _emit_soft_cap(emitter: Emitter, x: Value, cap: Value, out: Value, vectors: Value) -> None:
+    caps = emitter.splat(cap, _LANES)
 
-        def body(index: Value, carried: list[Value]) -> list[Value]:
-            offset = emitter.times(index, 4 * _LANES)
-            values = emitter.load(vector(F32, _LANES), arguments[0], offset)
-            emitter.store(soft_cap(emitter, values, caps), arguments[2], offset)
-            return []
+    def body(index: Value, carried: list[Value]) -> list[Value]:
+        offset = emitter.times(index, 4 * _LANES)
+        values = emitter.load(vector(F32, _LANES), x, offset)
+        emitter.store(soft_cap(emitter, values, caps), out, offset)
+        return []
 
-        emitter.loop(arguments[3], [], body)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32, types.int64, types.int64), emit
+    emitter.loop(vectors, [], body)
 
 
-_soft_cap: Any = intrinsic(_soft_cap_definition)
+_soft_cap = emitted(_emit_soft_cap, [types.int64, types.float32, types.int64, types.int64])
 
 
 @kernel("void(int64, int64, int64, int64, int64)")

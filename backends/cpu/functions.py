@@ -9,6 +9,10 @@ from __future__ import annotations
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.vector import F16, F32, I16, I32, Emitter, Value, constant, vector
 
+ROUND_TO_INTEGER = 1.5 * 2.0**23
+"""Added to a float32 it leaves the nearest integer, ties to even, in the low bits of the mantissa."""
+ROUND_TO_INTEGER_BITS = 0x4B400000
+
 # exp(x) = 2**n * exp(r) with n = round(x / ln 2) and r = x - n * ln 2, |r| <= ln 2 / 2. ln 2 is split so that
 # n * LN2_HIGH is exact; the polynomial approximates (exp(r) - 1 - r) / r**2, with the minimax coefficients of
 # Cephes' expf.
@@ -23,8 +27,6 @@ _POLYNOMIAL = (
     5.0000001201e-1,
 )
 _LOWEST, _HIGHEST = -87.3, 88.3  # n stays within the exponents of normal numbers
-_ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2**23: adding it leaves no bits after the point
-_ROUND_TO_INTEGER_BITS = 0x4B400000
 _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 _GELU_SCALE = -2.0 * 0.7978845608028654  # -2 * sqrt(2 / pi)
@@ -40,8 +42,8 @@ def exponential(emitter: Emitter, x: Value) -> Value:
 
     x = builder.select(builder.fcmp_ordered("<", x, splat(_LOWEST)), splat(_LOWEST), x)
     x = builder.select(builder.fcmp_ordered(">", x, splat(_HIGHEST)), splat(_HIGHEST), x)
-    shifted = emitter.fma(x, splat(_LOG2_E), splat(_ROUND_TO_INTEGER))
-    power = builder.fsub(shifted, splat(_ROUND_TO_INTEGER))
+    shifted = emitter.fma(x, splat(_LOG2_E), splat(ROUND_TO_INTEGER))
+    power = builder.fsub(shifted, splat(ROUND_TO_INTEGER))
     rest = emitter.fma(power, splat(-_LN2_HIGH), x)
     rest = emitter.fma(power, splat(-_LN2_LOW), rest)
     series = splat(_POLYNOMIAL[0])
@@ -50,7 +52,7 @@ def exponential(emitter: Emitter, x: Value) -> Value:
     series = emitter.fma(series, builder.fmul(rest, rest), builder.fadd(rest, splat(1.0)))
     ints = vector(I32, count)
     exponent = builder.sub(
-        builder.bitcast(shifted, ints), constant(I32, count, _ROUND_TO_INTEGER_BITS - _EXPONENT_BIAS)
+        builder.bitcast(shifted, ints), constant(I32, count, ROUND_TO_INTEGER_BITS - _EXPONENT_BIAS)
     )
     scale = builder.bitcast(builder.shl(exponent, constant(I32, count, _MANTISSA_BITS)), x.type)
     return builder.fmul(series, scale)

@@ -1,6 +1,7 @@
 """How keys and values lie in memory, and their exchange with host arrays.
 
-Layer, block and kv head follow one another; for each head first the keys of a block, then its values:
+Block, layer and kv head follow one another, so that the blocks in use lie together; for each head first the
+keys of a block, then its values:
 
     keys     [block_size / tile][head_dim][tile]     `tile` positions interleaved, so that a vector holds one
                                                      component of consecutive positions
@@ -64,13 +65,14 @@ class KvLayout:
         return self.value_offset + round_up(self.block_size * self.padded_dim * self.value_bytes)
 
     @property
-    def block_bytes(self) -> int:
-        """Of one layer."""
+    def layer_bytes(self) -> int:
+        """Of one layer in one block."""
         return self.kv_heads * self.head_bytes
 
     @property
-    def layer_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+    def block_bytes(self) -> int:
+        """Of all layers."""
+        return self.num_layers * self.layer_bytes
 
 
 def layout_for(spec: ModelSpec, geometry: KvGeometry) -> KvLayout:
@@ -95,18 +97,18 @@ class KvPool:
             CapacityError: the system refuses.
         """
         self.layout = layout
-        memory = aligned_zeros(layout.num_layers * layout.layer_bytes, "KV cache")
+        memory = aligned_zeros(layout.num_blocks * layout.block_bytes, "KV cache")
         self._address = memory.ctypes.data
         shape = (
-            layout.num_layers,
             layout.num_blocks,
+            layout.num_layers,
             layout.kv_heads,
             layout.head_bytes // layout.value_bytes,
         )
         self._heads = memory.view(DTYPES[layout.dtype]).reshape(shape)
 
     def layer_address(self, layer: int) -> int:
-        """Where block 0 of `layer` starts."""
+        """Where `layer` starts in block 0."""
         return self._address + layer * self.layout.layer_bytes
 
     def read(self, ids: Sequence[int]) -> NDArray[np.float32]:
@@ -149,7 +151,7 @@ class KvPool:
     def _views(self, block: int) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
         """Views of a block: keys [layers, tiles, tile, heads, dim], values [layers, offsets, heads, dim]."""
         layout = self.layout
-        heads = self._heads[:, block]
+        heads = self._heads[block]
         tiles = layout.block_size // layout.tile
         keys = heads[..., : layout.block_size * layout.head_dim]
         keys = keys.reshape(layout.num_layers, layout.kv_heads, tiles, layout.head_dim, layout.tile)

@@ -1,4 +1,4 @@
-"""Zeroed memory on cache-line borders, given back to the system untouched until it is written."""
+"""Zeroed memory on cache-line borders, which takes none of the machine's until it is written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.core.errors import CapacityError
+from mvllm.core.types import ceil_div
 
 LINE_BYTES = 64
 
@@ -26,4 +27,4 @@ def aligned_zeros(nbytes: int, purpose: str) -> NDArray[np.uint8]:
 
 def round_up(nbytes: int, multiple: int = LINE_BYTES) -> int:
     """The smallest multiple that is not below `nbytes`."""
-    return -(-nbytes // multiple) * multiple
+    return ceil_div(nbytes, multiple) * multiple

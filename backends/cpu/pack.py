@@ -202,8 +202,7 @@ def _pieces(weights: list[Weight], start: int, stop: int) -> list[tuple[Weight, 
 def _dense_rows(weight: Weight, start: int, stop: int) -> NDArray[Any]:
     """Rows in the type they are stored in (bfloat16 as uint16)."""
     assert isinstance(weight, DenseWeight), weight
-    order = weight.row_order
-    return weight.stored[start:stop] if order is None else weight.stored[order[start:stop]]
+    return weight.stored_rows(start, stop)
 
 
 def _groups(weight: Weight, start: int, stop: int) -> FactoredGroups:

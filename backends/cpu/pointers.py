@@ -48,14 +48,11 @@ i64_at = _pointer_to(types.int64)
 i16_at = _pointer_to(types.int16)
 
 
-def _square_root(typing: Any, value: types.Type) -> Any:
-    def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-        return Emitter(builder).call("llvm.sqrt.f32", F32, arguments[0])
-
-    return types.float32(types.float32), emit
+def _emit_square_root(emitter: Emitter, value: Value) -> Value:
+    return emitter.call("llvm.sqrt.f32", F32, value)
 
 
-square_root: Any = intrinsic(_square_root)
+square_root = emitted(_emit_square_root, [types.float32], returns=types.float32)
 """The correctly rounded root of a float32."""
 
 

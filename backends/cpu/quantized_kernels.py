@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mvllm.backends.cpu.functions import ROUND_TO_INTEGER, ROUND_TO_INTEGER_BITS
 from mvllm.backends.cpu.isa import ISAS, Isa, half_to_float, prefetch_distance
 from mvllm.backends.cpu.layout import (
     ACTIVATION_LAYOUTS,
@@ -44,9 +45,6 @@ from mvllm.backends.cpu.vector import (
     vector,
 )
 
-# Rounding to the nearest integer, ties to even: adding this leaves the integer in the low mantissa bits.
-_ROUNDER = 1.5 * 2.0**23
-_ROUNDER_BITS = 0x4B400000
 _SMALLEST_MAXIMUM = 2.0**-110  # below it code / maximum could overflow; such a group counts as zeros
 
 
@@ -309,8 +307,8 @@ def emit_quantize(
         usable = builder.fcmp_ordered(">", maximum, F32(_SMALLEST_MAXIMUM))
         inverse = builder.select(usable, builder.fdiv(largest_code, maximum), F32(0.0))
         scaled = builder.fmul(values, emitter.splat(inverse, GROUP))
-        rounded = builder.bitcast(builder.fadd(scaled, constant(F32, GROUP, _ROUNDER)), ints)
-        codes = builder.sub(rounded, constant(I32, GROUP, _ROUNDER_BITS))
+        rounded = builder.bitcast(builder.fadd(scaled, constant(F32, GROUP, ROUND_TO_INTEGER)), ints)
+        codes = builder.sub(rounded, constant(I32, GROUP, ROUND_TO_INTEGER_BITS))
         low_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2)))
         high_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2, GROUP)))
         total = builder.add(low_sum, high_sum)

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from mvllm.backends.cpu.memory import round_up
 from mvllm.core.errors import InvariantViolation
 from mvllm.core.sampling.sampler import NO_TOKEN
 from mvllm.core.step import SamplingArrays, StepOutput
@@ -27,9 +28,6 @@ KEYS = 12  # int32 per candidate
 ROW_COPY = 16  # float32 per token: the row after penalties and bias
 UNDECIDED = 20  # int32 per candidate
 MAXIMA = 24  # int32 per block
-
-_LINE_BYTES = 64
-
 
 _NUMBERS_BEFORE = (
     "logits",  # address of float32 rows
@@ -62,8 +60,7 @@ PARAMETERS = np.dtype([(name, np.int64) for name in COLUMNS])
 def sampler_scratch_bytes(vocab: int) -> int:
     """Bytes of scratch that one worker needs for rows of `vocab` logits, a multiple of a cache line."""
     blocks = ceil_div(vocab, BLOCK)
-    maxima = ceil_div(4 * blocks, _LINE_BYTES) * _LINE_BYTES
-    return 8 * NUM_BUCKETS + MAXIMA * blocks * BLOCK + maxima
+    return 8 * NUM_BUCKETS + MAXIMA * blocks * BLOCK + round_up(4 * blocks)
 
 
 def empty_output(sampling: SamplingArrays) -> StepOutput:

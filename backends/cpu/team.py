@@ -22,17 +22,15 @@ from numpy.typing import NDArray
 
 from mvllm.backends.cpu.atomics import SPINS, atomic_add, atomic_exchange, atomic_load, back_off
 from mvllm.backends.cpu.jit import kernel
-from mvllm.backends.cpu.memory import aligned_zeros
+from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
 from mvllm.backends.cpu.pointers import call_operation, i64_at, record_at
-
-_LINE = 64  # bytes of a cache line
 
 CONTROL = np.dtype(
     {
         "names": ["call", "arrivals", "closed", "job", "argument", "threads"],
         "formats": [np.int64] * 6,
-        "offsets": [0, _LINE, 2 * _LINE, 3 * _LINE, 3 * _LINE + 8, 3 * _LINE + 16],
-        "itemsize": 4 * _LINE,
+        "offsets": [0, LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES, 3 * LINE_BYTES + 8, 3 * LINE_BYTES + 16],
+        "itemsize": 4 * LINE_BYTES,
     }
 )
 """Shared words: number of the current call, arrivals at barriers so far, whether the team is closed; and what
@@ -42,14 +40,14 @@ WORKER = np.dtype(
     {
         "names": ["thread", "threads", "control", "meetings", "call", "asleep"],
         "formats": [np.int64] * 6,
-        "offsets": [0, 8, 16, 24, 32, _LINE],
-        "itemsize": 2 * _LINE,
+        "offsets": [0, 8, 16, 24, 32, LINE_BYTES],
+        "itemsize": 2 * LINE_BYTES,
     }
 )
 """One thread's own words: its number, its barriers and calls so far, and the flag "asleep" (1: the thread
 waits on its semaphore or is about to; who changes it back to 0 decides whether the semaphore is released)."""
 
-_ARRIVALS, _CLOSED, _ASLEEP = _LINE, 2 * _LINE, _LINE  # offsets, for the atomic operations
+_ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, LINE_BYTES  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
 
 _SPINS_BETWEEN_CALLS = 8000  # beyond those of back_off: what a caller does between two steps takes longer

@@ -17,13 +17,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from mvllm.backends.cpu.memory import LINE_BYTES
+
 Value: TypeAlias = Any  # an llvmlite value; the library has no types
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 VOID = ir.VoidType()
 _BYTE_POINTER = I8.as_pointer()
-_CACHE_LINE = 64
 
 
 def vector(element: Value, count: int) -> Value:
@@ -110,7 +111,7 @@ class Emitter:
 
     def prefetch(self, address: Value, ahead: int, num_bytes: int = 1) -> None:
         """Ask for the cache lines of `num_bytes` at address + ahead; never faults."""
-        for line in range(0, num_bytes, _CACHE_LINE):
+        for line in range(0, num_bytes, LINE_BYTES):
             pointer = self._pointer(I8, address, ahead + line)
             self.call("llvm.prefetch.p0", VOID, pointer, I32(0), I32(3), I32(1))
 
@@ -170,25 +171,30 @@ def emit_for_count(emitter: Emitter, count: Value, largest: int, emit: Callable[
 
 
 def emitted(
-    emit: Callable[..., Value | None], num_values: int, *, num_names: int = 0, returns: Any = types.void
+    emit: Callable[..., Value | None],
+    values: int | Sequence[types.Type],
+    *,
+    num_names: int = 0,
+    returns: types.Type = types.void,
 ) -> Any:
     """What `emit` emits, as a function for Numba code.
 
-    Its arguments are `num_names` constant strings, which reach `emit` as such, then `num_values` int64.
-    `emit` gets the emitter before them, and returns the function's value if it has one.
+    Its arguments are `num_names` constant strings, which reach `emit` as such, then `values`: so many int64,
+    or one of each type. `emit` gets the emitter before them, and returns the function's value if it has one.
     """
+    value_types = [types.int64] * values if isinstance(values, int) else list(values)
 
     def definition(typing: Any, *arguments: Any) -> Any:
         names = [argument.literal_value for argument in arguments[:num_names]]
 
-        def generate(context: Any, builder: Value, signature: Any, values: Sequence[Value]) -> Value:
-            result = emit(Emitter(builder), *names, *values[num_names:])
+        def generate(context: Any, builder: Value, signature: Any, given: Sequence[Value]) -> Value:
+            result = emit(Emitter(builder), *names, *given[num_names:])
             return context.get_dummy_value() if result is None else result
 
-        return returns(*arguments[:num_names], *[types.int64] * num_values), generate
+        return returns(*arguments[:num_names], *value_types), generate
 
     # Numba matches calls against the signature, where it wants every argument by name.
-    parameters = ["typing", *(f"argument{i}" for i in range(num_names + num_values))]
+    parameters = ["typing", *(f"argument{i}" for i in range(num_names + len(value_types)))]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
     definition.__signature__ = signature  # type: ignore[attr-defined]

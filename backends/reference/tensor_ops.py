@@ -58,7 +58,8 @@ class ReferenceOps(TensorOps[Array]):
         magnitude = self._spec.ropes[rope].magnitude
         cos = (np.cos(angles) * magnitude).astype(np.float32)
         sin = (np.sin(angles) * magnitude).astype(np.float32)
-        first, second = np.split(x.reshape(len(x), x.shape[1] // self._spec.head_dim, self._spec.head_dim), 2, axis=-1)
+        heads = x.reshape(len(x), x.shape[1] // self._spec.head_dim, self._spec.head_dim)
+        first, second = np.split(heads, 2, axis=-1)
         rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return rotated.reshape(x.shape)
 

@@ -41,7 +41,7 @@ class Batcher:
         sampled: list[RequestState] = []
         block_size = self._block_size
         for row, state in zip(rows, states, strict=True):
-            table, start, end = grant.tables[row.id], row.start, row.start + row.count
+            table, start, end = grant.tables[row.id], row.start, row.end
             if row.count == 1:
                 tokens.append(state.token_ids[start])
                 positions.append(start)
@@ -59,7 +59,7 @@ class Batcher:
             positions=np.array(positions, np.int32),
             slots=np.array(slots, np.int32),
             row_starts=np.array(row_starts, np.int32),
-            context_lens=np.array([row.start + row.count for row in rows], np.int32),
+            context_lens=np.array([row.end for row in rows], np.int32),
             block_tables=self._pack_tables([row.id for row in rows], grant),
             logit_rows=np.array(logit_rows, np.int32),
             sampling=pack_sampling(sampled),

@@ -44,7 +44,7 @@ class _Sibling:
 
 
 class OutputCollector:
-    """Owns the growing output of one prompt. `token_text` names tokens in logprobs, if given."""
+    """Owns the growing output of one prompt. `token_bytes` spells tokens in logprobs, if given."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class OutputCollector:
         requests: tuple[Request, ...],
         *,
         clock: Callable[[], float],
-        token_text: Callable[[TokenId], str] | None = None,
+        token_bytes: Callable[[TokenId], bytes] | None = None,
     ) -> None:
         self.group_id = group_id
         self._prompt = prompt
@@ -65,7 +65,7 @@ class OutputCollector:
         self._first_id = requests[0].id
         self._clock = clock
         self._start = clock()
-        self._token_text = token_text
+        self._token_bytes = token_bytes
         self._num_cached_tokens = 0
         self._num_preemptions = 0
         self._first_token_time: float | None = None
@@ -94,22 +94,28 @@ class OutputCollector:
             sibling.finished = event
             self._num_preemptions += event.num_preemptions
 
+    def cancel(self) -> None:
+        """Record that every sibling without an end was cancelled: no event of it will come any more."""
+        for id, sibling in self._siblings.items():
+            if sibling.finished is None:
+                sibling.finished = Finished(id, "cancelled")
+
     def _apply_tokens(self, sibling: _Sibling, event: TokensOut) -> None:
         sibling.token_ids.extend(event.token_ids)
-        sibling.logprobs.extend(self._name_tokens(entry) for entry in event.logprobs)
+        sibling.logprobs.extend(self._spell_tokens(entry) for entry in event.logprobs)
         if self._first_token_time is None and event.token_ids:
             self._first_token_time = self._last_time
         if event.id == self._first_id:
             self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
 
-    def _name_tokens(self, entry: TokenLogprobs) -> TokenLogprobs:
-        if self._token_text is None:
+    def _spell_tokens(self, entry: TokenLogprobs) -> TokenLogprobs:
+        if self._token_bytes is None:
             return entry
-        named: dict[TokenId, Logprob] = {
-            token: replace(value, decoded_token=self._token_text(token))
-            for token, value in entry.by_token.items()
-        }
-        return replace(entry, by_token=named)
+        spelled: dict[TokenId, Logprob] = {}
+        for token, value in entry.by_token.items():
+            data = self._token_bytes(token)
+            spelled[token] = replace(value, decoded_token=data.decode("utf-8", "replace"), token_bytes=data)
+        return replace(entry, by_token=spelled)
 
     def output(self) -> RequestOutput:
         """Everything so far, as a value."""

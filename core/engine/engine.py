@@ -221,6 +221,12 @@ class Engine:
         """
         return () if self._inbox.closed else self._shut_down("the engine was closed")
 
+    def abort(self) -> None:
+        """Release the model and leave the requests as they are: for an error in the middle of a change, when
+        the state can't be trusted even for ending them."""
+        self._inbox.close()
+        self._model.close()
+
     def _shut_down(self, error: str) -> tuple[Event, ...]:
         self._inbox.close()
         events: list[Event] = []

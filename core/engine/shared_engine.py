@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from mvllm.core.engine.collector import OutputCollector
 from mvllm.core.engine.engine import Engine
@@ -14,10 +15,20 @@ from mvllm.core.types import RequestId
 
 
 class SharedEngine:
-    """Owns the engine and the collectors of the requests in it; every method may be called by any thread."""
+    """Owns the engine and the collectors of the requests in it; every method may be called by any thread.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        undisturbed: makes a context manager that keeps the program's interrupts out of its body.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.engine = engine
+        self._undisturbed = undisturbed
         self._collectors: dict[RequestId, OutputCollector] = {}
         self._events: dict[str, deque[Event]] = {}  # by group, of those who want them one by one
         self._abandoned: deque[OutputCollector] = deque()
@@ -31,7 +42,7 @@ class SharedEngine:
         Raises:
             RequestRejected, ConfigError, EngineClosed: the engine refuses one of them.
         """
-        with self._lock:
+        with self._alone():
             self._drop_abandoned()
             submitted: list[RequestId] = []
             try:
@@ -47,27 +58,33 @@ class SharedEngine:
                 self._events[collector.group_id] = deque()
 
     def advance(self, collectors: Sequence[OutputCollector]) -> None:
-        """Make one engine step, unless another thread's step has already finished all of `collectors`."""
-        with self._lock:
+        """Make one engine step, unless another thread's step has already finished all of `collectors`.
+
+        Whatever leaves a step by an exception has left the state half changed, so it closes the engine.
+
+        Raises:
+            EngineClosed: the engine was closed, or closed itself.
+        """
+        with self._alone():
             self._drop_abandoned()
             if all(collector.finished for collector in collectors):
                 return
-            for event in self.engine.step():
-                # A request whose owner has gone away (and cancelled it) has no collector any more.
-                if collector := self._collectors.get(event.id):
-                    collector.apply(event)
-                    if collector.group_id in self._events:
-                        self._events[collector.group_id].append(event)
+            try:
+                self._step()
+            except BaseException:
+                self.engine.abort()
+                raise
 
     def take_event(self, collector: OutputCollector) -> Event | None:
         """The oldest event kept for a group that has not been taken yet."""
-        with self._lock:
+        with self._alone():
             events = self._events.get(collector.group_id)
             return events.popleft() if events else None
 
     def forget(self, collector: OutputCollector) -> None:
-        """Cancel what still runs of a group and drop all record of it; idempotent."""
-        with self._lock:
+        """Cancel what still runs of a group, so that its collector is finished, and drop all record of it;
+        idempotent."""
+        with self._alone():
             self._drop(collector)
 
     def abandon(self, collector: OutputCollector) -> None:
@@ -76,8 +93,22 @@ class SharedEngine:
 
     def close(self) -> None:
         """Close the engine; idempotent."""
-        with self._lock:
+        with self._alone():
             self.engine.close()
+
+    def _step(self) -> None:
+        for event in self.engine.step():
+            # A request whose owner has gone away (and cancelled it) has no collector any more.
+            if collector := self._collectors.get(event.id):
+                collector.apply(event)
+                if collector.group_id in self._events:
+                    self._events[collector.group_id].append(event)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread is inside, and no interrupt leaves a change half made."""
+        with self._undisturbed(), self._lock:
+            yield
 
     def _drop_abandoned(self) -> None:
         while self._abandoned:
@@ -88,3 +119,4 @@ class SharedEngine:
         for id in collector.request_ids:
             if self._collectors.pop(id, None) is not None:
                 self.engine.cancel(id)
+        collector.cancel()

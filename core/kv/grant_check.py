@@ -13,7 +13,7 @@ from mvllm.core.kv.block_pool import BlockPool
 from mvllm.core.kv.block_table import BlockTable
 from mvllm.core.kv.prefix_trie import PrefixTrie
 from mvllm.core.step import Admission, PlannedRow, StepPlan
-from mvllm.core.types import BlockId, RequestId
+from mvllm.core.types import BlockId, RequestId, ceil_div
 
 Tables = Mapping[RequestId, BlockTable]
 Hits = Mapping[RequestId, tuple[BlockId, ...]]
@@ -59,8 +59,8 @@ def blocks_needed(plan: StepPlan, hits: Hits, tables: Tables, block_size: int) -
                 f"grant: expected a row that starts at {num_computed} with count >= 1 and max_drafts >= 0, "
                 f"found {row}"
             )
-        num_blocks = -(-(row.start + row.count + row.max_drafts) // block_size)
-        needs.append(num_blocks - num_held if num_blocks > num_held else 0)
+        num_blocks = ceil_div(row.end + row.max_drafts, block_size)
+        needs.append(max(0, num_blocks - num_held))
     ids = {row.id for row in plan.rows}
     if len(ids) != len(plan.rows):
         raise InvariantViolation(f"grant: a row is planned twice: {[row.id for row in plan.rows]}")

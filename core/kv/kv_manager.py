@@ -17,7 +17,7 @@ from mvllm.core.kv.integrity import check_integrity
 from mvllm.core.kv.lookup_memo import LookupMemo
 from mvllm.core.kv.prefix_trie import NodeKey, PrefixTrie
 from mvllm.core.step import KvCommit, KvGrant, PlannedRow, PrefixProbe, StepPlan
-from mvllm.core.types import BlockId, RequestId, TokenId
+from mvllm.core.types import BlockId, RequestId, TokenId, ceil_div
 
 
 class KvManager:
@@ -150,7 +150,7 @@ class KvManager:
             for index in range(table.num_computed // size, num_computed // size):  # now full
                 self._seal(table, index, commit.token_ids)
             table.num_computed = num_computed
-            num_blocks = -(-num_computed // size)
+            num_blocks = ceil_div(num_computed, size)
             if len(table.block_ids) > num_blocks:
                 self._pool.discard(table.truncate(num_blocks))
 

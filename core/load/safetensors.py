@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mvllm.core.errors import ModelFileError
+from mvllm.core.errors import ModelFileError, listed
 from mvllm.core.load.json_files import parse_json_object, read_json_object
 from mvllm.core.load.mapped import open_bytes
 from mvllm.core.load.weights import DENSE_DTYPES, DenseWeight
@@ -139,7 +139,7 @@ def find_weight_files(folder: Path) -> list[Path]:
             return [present[name] for name in sorted(named)]
         if len(missing) < len(named):
             raise ModelFileError(
-                f"{folder}: incomplete: {index.name} names files that are missing: {_listed(missing)}"
+                f"{folder}: incomplete: {index.name} names files that are missing: {listed(missing)}"
             )
         warnings.warn(
             f"{index}: none of the files it names is there; using the .safetensors files of the folder",
@@ -190,10 +190,4 @@ def _check_numbered_shards(folder: Path, present: Mapping[str, Path]) -> None:
     for count, found in numbers.items():
         missing = [str(number) for number in range(1, count + 1) if number not in found]
         if missing:
-            raise ModelFileError(
-                f"{folder}: of {count} numbered shards these are missing: {_listed(missing)}"
-            )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ModelFileError(f"{folder}: of {count} numbered shards these are missing: {listed(missing)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mvllm.core.errors import ModelFileError
+from mvllm.core.errors import ModelFileError, shown
 
 MAX_INTEGER = 2**31 - 1
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
@@ -37,7 +37,7 @@ class Settings:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= MAX_INTEGER:
             raise self.error(
-                f"{self.name(key)} is {_shown(value)}; a whole number from {minimum} on is expected"
+                f"{self.name(key)} is {shown(value)}; a whole number from {minimum} on is expected"
             )
         return value
 
@@ -55,7 +55,7 @@ class Settings:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not _in_range(value, minimum):
             raise self.error(
-                f"{self.name(key)} is {_shown(value)}; a finite number above {minimum} is expected"
+                f"{self.name(key)} is {shown(value)}; a finite number above {minimum} is expected"
             )
         return float(value)
 
@@ -69,13 +69,13 @@ class Settings:
     def text(self, key: str) -> str | None:
         value = self.get(key)
         if value is not None and not isinstance(value, str):
-            raise self.error(f"{self.name(key)} is {_shown(value)}; a string is expected")
+            raise self.error(f"{self.name(key)} is {shown(value)}; a string is expected")
         return value
 
     def flag(self, key: str) -> bool | None:
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.error(f"{self.name(key)} is {_shown(value)}; true or false is expected")
+            raise self.error(f"{self.name(key)} is {shown(value)}; true or false is expected")
         return value
 
     def section(self, key: str) -> Settings | None:
@@ -84,15 +84,10 @@ class Settings:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.error(f"{self.name(key)} is {_shown(value)}; an object is expected")
+            raise self.error(f"{self.name(key)} is {shown(value)}; an object is expected")
         return Settings(f"{self.where}: {self.name(key)}", value)
 
 
 def _in_range(value: float, minimum: float) -> bool:
     """Above `minimum` and neither huge nor tiny. NaN fails every comparison."""
     return minimum < value and (value == 0 or SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

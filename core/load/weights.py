@@ -41,16 +41,13 @@ class DenseWeight:
         """Bytes in the file."""
         return self.stored.nbytes
 
-    @property
-    def data(self) -> NDArray[Any]:
-        """The stored values in the weight's row order: a view, or a copy if the rows are reordered."""
-        return self.stored if self.row_order is None else self.stored[self.row_order]
+    def stored_rows(self, start: int, stop: int) -> NDArray[Any]:
+        """Rows (or vector elements) [start, stop) as stored: a view, or a copy if the rows are reordered."""
+        return _rows(self.stored, self.row_order, start, stop)
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows (or vector elements) [start, stop), exactly widened: a fresh array."""
-        if self.row_order is None:
-            return self._widen(self.stored[start:stop])
-        return self._widen(self.stored[self.row_order[start:stop]])
+        return self._widen(self.stored_rows(start, stop))
 
     def to_float32(self) -> NDArray[np.float32]:
         """Exact values, as a fresh array of `shape`."""
@@ -88,20 +85,13 @@ class QuantizedWeight:
         """Bytes in the file."""
         return self.stored.nbytes
 
-    @property
-    def raw(self) -> NDArray[np.uint8]:
-        """uint8[N, bytes_per_row] in the weight's row order: a view, or a copy if the rows are reordered."""
-        return self.raw_rows(0, self.shape[0])
-
-    def raw_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+    def stored_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Packed rows [start, stop): a view, or a copy if the rows are reordered."""
-        if self.row_order is None:
-            return self.stored[start:stop]
-        return self.stored[self.row_order[start:stop]]
+        return _rows(self.stored, self.row_order, start, stop)
 
     def unpack(self, start: int, stop: int) -> FactoredGroups:
         """Affine groups of rows [start, stop)."""
-        return unpack(self.format, self.raw_rows(start, stop))
+        return unpack(self.format, self.stored_rows(start, stop))
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
         """Exact values of rows [start, stop): a fresh array."""
@@ -117,3 +107,7 @@ class QuantizedWeight:
 
 
 HostWeight = DenseWeight | QuantizedWeight
+
+
+def _rows(stored: NDArray[Any], order: NDArray[np.intp] | None, start: int, stop: int) -> NDArray[Any]:
+    return stored[start:stop] if order is None else stored[order[start:stop]]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mvllm.core.errors import TemplateError
+from mvllm.core.errors import TemplateError, shown
 
 Message = Mapping[str, Any]
 """`role`, `content` (text, or a list of text parts), and what else the template knows, e.g. `tool_calls`."""
@@ -38,7 +38,7 @@ def _checked_message(message: object, where: str, content_as_parts: bool) -> dic
     checked: dict[str, Any] = plain(message, where)
     role = checked.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise TemplateError(f"{where}.role is {_shown(role)}; expected a word such as 'user' or 'assistant'")
+        raise TemplateError(f"{where}.role is {shown(role)}; expected a word such as 'user' or 'assistant'")
     content = checked.get("content")
     if isinstance(content, list):
         texts = [_part_text(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
@@ -49,7 +49,7 @@ def _checked_message(message: object, where: str, content_as_parts: bool) -> dic
             raise TemplateError(f"{where}.content is missing; expected text")
         checked["content"] = None
     elif not isinstance(content, str):
-        raise TemplateError(f"{where}.content is {_shown(content)}; expected text or a list of text parts")
+        raise TemplateError(f"{where}.content is {shown(content)}; expected text or a list of text parts")
     _parse_arguments(checked.get("tool_calls"))
     return checked
 
@@ -58,7 +58,7 @@ def _part_text(part: object, where: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise TemplateError(
-        f"{where} is {_shown(part)}; only parts of the form {{'type': 'text', 'text': ...}} work"
+        f"{where} is {shown(part)}; only parts of the form {{'type': 'text', 'text': ...}} work"
     )
 
 
@@ -103,8 +103,3 @@ def strings_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from strings_in(item)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -99,6 +99,6 @@ def named_pre_tokenizer(name: str | None, *, allow_unknown: bool) -> PreTokenize
     found = "has no tokenizer.ggml.pre" if name is None else f"names the unknown pre-tokenizer {name!r}"
     raise ModelFileError(
         f"the file {found}, so its text would be cut into wrong tokens; known are "
-        f"{', '.join(sorted(PRE_TOKENIZERS))}. Use a newer conversion of the model, or allow unknown "
-        f"pre-tokenizers to go on with 'default' at the price of worse output"
+        f"{', '.join(sorted(PRE_TOKENIZERS))}. Use a newer conversion of the model, or go on "
+        f"with 'default' at the price of worse output (--allow-unknown-pretokenizer)"
     )

@@ -197,3 +197,76 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(model: Path) -> None:
     command += " --max-tokens 500 --backend reference | head -c 1"
     result = subprocess.run(command, shell=True, capture_output=True, timeout=120, stdin=subprocess.DEVNULL)
     assert b"Traceback" not in result.stderr
+
+
+def test_interrupting_a_batch_prints_the_answers_so_far(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the fox\nthe dog\n")
+    command = [sys.executable, "-c", _INTERRUPTED, "generate", "--model", str(model), "--raw", "--json"]
+    command += ["--prompts", str(prompts), "--ignore-eos", "--max-tokens", "400", "--backend", "reference"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert result.returncode == 130, result.stderr
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [answer["id"] for answer in answers] == [0, 1]
+    assert all(answer["token_ids"] and answer["finish_reason"] == "cancelled" for answer in answers)
+
+
+_INTERRUPTED = """
+import signal
+from mvllm.cli.main import main
+from mvllm.core.engine.engine import Engine
+
+step, steps = Engine.step, []
+
+def interrupted_step(engine):
+    steps.append(1)
+    if len(steps) == 5:
+        signal.raise_signal(signal.SIGINT)
+    return step(engine)
+
+Engine.step = interrupted_step
+main()
+"""
+"""The command, with Ctrl-C at the fifth step."""
+
+
+def test_files_and_pipes_get_utf8_whatever_the_locale(model: Path) -> None:
+    half = "é".encode()[:1]
+    with LLM(model, backend="reference") as llm:
+        token = next(id for id in range(320) if llm.tokenizer.token_bytes(id) == half)
+    line = json.dumps({"prompt": "a", "max_tokens": 1, "logit_bias": {str(token): 100}, "logprobs": 0})
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    result = run(model, "--prompts", "-", "--json", *SHORT, stdin=line, env=environment, encoding="utf-8")
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["text"] == "\ufffd"
+    assert answer["logprobs"][0]["bytes"] == list(half)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_an_answer_that_can_not_be_written_is_one_clear_line(model: Path) -> None:
+    command = f"{sys.executable} -m mvllm.cli generate --model {model} {' '.join(SHORT)} '{PROMPT}'"
+    for redirection, reason in ((">/dev/full", "No space left"), (">&-", "closed")):
+        result = subprocess.run(
+            f"{command} {redirection}", shell=True, capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 1
+        assert reason in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_small_pool_lowers_the_default_output_limit_and_refuses_nothing(model: Path) -> None:
+    result = run(
+        model, PROMPT, "--raw", "--num-kv-blocks", "2", "--ignore-eos", "--json", "--backend", "reference"
+    )
+    assert result.returncode == 0, result.stderr
+    usage = json.loads(result.stdout)["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] == 32
+
+
+def test_a_file_without_a_known_pretokenizer_needs_the_callers_consent(tmp_path: Path, expected: str) -> None:
+    path = tmp_path / "unnamed.gguf"
+    write_tiny_gguf(path, tensor_type="Q8_0", seed=1, metadata={"tokenizer.ggml.pre": None})
+    refused = run(path, PROMPT, *SHORT)
+    assert refused.returncode == 1
+    assert "--allow-unknown-pretokenizer" in refused.stderr
+    assert run(path, PROMPT, *SHORT, "--allow-unknown-pretokenizer").returncode == 0

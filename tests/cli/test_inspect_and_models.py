@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,10 @@ def test_models_list_marks_what_is_here(tmp_path: Path, monkeypatch: pytest.Monk
     before = CliRunner().invoke(cli, ["models", "list"]).output
     assert all(name in before for name in CATALOG)
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / CATALOG[DEFAULT_MODEL].filename).write_bytes(b"GGUF")
+    file = tmp_path / "models" / CATALOG[DEFAULT_MODEL].filename
+    file.write_bytes(b"cut short")
+    assert CliRunner().invoke(cli, ["models", "list"]).output == before
+    os.truncate(file, CATALOG[DEFAULT_MODEL].file_bytes)
     assert f"* {DEFAULT_MODEL}" in CliRunner().invoke(cli, ["models", "list"]).output
     assert f"* {DEFAULT_MODEL}" not in before
 

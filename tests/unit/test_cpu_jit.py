@@ -189,7 +189,8 @@ def test_a_first_load_speaks_up_before_it_compiles(tmp_path: Path) -> None:
 _SECOND_START = """
 from mvllm.backends.cpu import linear
 from mvllm.backends.cpu.isa import selected
-linear.matmul_address("Q8_0", selected())
+from mvllm.backends.cpu.layout import NARROW
+linear.matmul_address("Q8_0", selected(), NARROW)
 print(sum(linear.quantize_row.stats.cache_hits.values()), linear._compiled[0].cache_hits)
 """
 

@@ -45,7 +45,7 @@ def test_tensors_equal_what_the_reference_library_wrote(tmp_path: Path) -> None:
         weight = ours[name]
         assert isinstance(weight, DenseWeight)
         assert weight.format_name == {"float32": "F32", "float16": "F16"}[values.dtype.name]
-        assert np.array_equal(weight.data, values)
+        assert np.array_equal(weight.stored, values)
 
 
 def test_mixed_types_keep_their_own_and_bfloat16_its_bits(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_weights_are_views_unless_the_file_leaves_them_unaligned(tmp_path: Path)
     header = json.dumps({"w": entry()}).encode()
     for padding in range(8):
         weight = read(tmp_path, file_bytes(header + b" " * padding, body))["w"]
-        assert weight.data.flags.aligned
-        assert weight.data.tolist() == [[0, 1], [2, 3]]
+        assert weight.stored.flags.aligned
+        assert weight.stored.tolist() == [[0, 1], [2, 3]]
     header += b" " * (-len(header) % 8)
     assert not read(tmp_path, file_bytes(header, body))["w"].stored.flags.owndata
 

@@ -1,0 +1,17 @@
+"""What a planted bug replaces, and the rule that has to catch it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Put `replacement` in the place of `owner.attribute`; the rule named `broken_rule` then fails."""
+
+    owner: Any
+    attribute: str
+    replacement: Callable[..., Any]
+    broken_rule: str
