@@ -20,7 +20,10 @@ from mvllm.llm import LLM, default_cache_dir
 @click.command()
 @click.argument("model")
 @click.option(
-    "--context", type=int, help="Show memory at this many tokens of context.  [default: the model's]"
+    "--context",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Show memory at this many tokens of context.  [default: the model's]",
 )
 @click.option("--program", is_flag=True, help="Load it and list the program that a step runs.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")

@@ -113,6 +113,11 @@ engine_options = _apply(
             is_flag=True,
             help="Load a GGUF file that names no known pre-tokenizer, at the risk of wrong token ids.",
         ),
+        click.option(
+            "--policy",
+            type=click.Choice(["fcfs", "shortest-prefill", "round-robin"]),
+            help="Whose prompt gets a step's spare tokens.  [default: fcfs]",
+        ),
         click.option("--no-mmap", is_flag=True, help="Read the weights into memory instead of mapping them."),
     ]
 )
@@ -126,6 +131,7 @@ _ENGINE_FIELDS = (
     "kv_cache_bytes",
     "kv_dtype",
     "admission",
+    "policy",
 )
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -38,12 +38,12 @@ def read_prompt(argument: str | None) -> str:
     if argument is None and (sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()):
         raise click.UsageError("give a prompt, '-' to read it from standard input, or --prompts FILE")
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        text = _decode(_standard_input())
     except UnicodeDecodeError as error:
         raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
     if not text.strip():
         raise click.UsageError("standard input holds no prompt")
-    return text.rstrip("\n")
+    return text.rstrip("\r\n")
 
 
 def read_prompt_file(path: Path) -> list[PromptInput]:
@@ -56,10 +56,12 @@ def read_prompt_file(path: Path) -> list[PromptInput]:
         ConfigError: a line can't be used; the message names it.
     """
     try:
-        text = (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode("utf-8")
+        text = _decode(_standard_input() if str(path) == "-" else path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read as UTF-8 text: {error}") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Not splitlines: JSON strings may hold U+2028 and its like.
+    numbered = enumerate(text.split("\n"), 1)
+    lines = [(number, line.removesuffix("\r")) for number, line in numbered if line.strip()]
     if not lines:
         raise ConfigError(f"{path} holds no prompt")
     if not lines[0][1].lstrip().startswith("{"):
@@ -67,10 +69,21 @@ def read_prompt_file(path: Path) -> list[PromptInput]:
     return [_parse_line(f"{path}, line {number}", index, line) for index, (number, line) in enumerate(lines)]
 
 
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise click.UsageError("standard input is closed")
+    return sys.stdin.buffer.read()
+
+
+def _decode(raw: bytes) -> str:
+    """Text, without the byte order mark that some editors put first."""
+    return raw.decode("utf-8-sig")
+
+
 def _parse_line(where: str, index: int, line: str) -> PromptInput:
     try:
-        fields = json.loads(line)
-    except ValueError as error:
+        fields = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: expected a JSON object")
@@ -86,6 +99,10 @@ def _parse_line(where: str, index: int, line: str) -> PromptInput:
     if "logit_bias" in fields and isinstance(fields["logit_bias"], dict):
         fields["logit_bias"] = _integer_keys(where, fields["logit_bias"])
     return PromptInput(id, _text(where, sources), _messages(where, sources), _ids(where, sources), fields)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _integer_keys(where: str, biases: dict[str, Any]) -> dict[int, Any]:
@@ -114,7 +131,7 @@ def _messages(where: str, sources: dict[str, Any]) -> list[dict[str, Any]] | Non
 def _ids(where: str, sources: dict[str, Any]) -> list[int] | None:
     ids = sources.get("prompt_token_ids")
     if "prompt_token_ids" in sources and not (
-        isinstance(ids, list) and all(isinstance(token, int) for token in ids)
+        isinstance(ids, list) and all(type(token) is int for token in ids)
     ):
         raise ConfigError(f'{where}: "prompt_token_ids" must be a list of whole numbers')
     return ids

@@ -30,7 +30,8 @@ def json_lines(id: str | int, output: RequestOutput) -> Iterator[str]:
         if completion.logprobs is not None:
             fields["cumulative_logprob"] = completion.cumulative_logprob
             fields["logprobs"] = [_logprob_fields(entry) for entry in completion.logprobs]
-        yield json.dumps(fields, ensure_ascii=False)
+        # Half a surrogate pair, in an id say, has no UTF-8 form; its escape is JSON again.
+        yield json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _usage(output: RequestOutput, completion: CompletionOutput) -> dict[str, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from mvllm.core.errors import ConfigError
 from mvllm.core.types import ceil_div
 
 AdmissionPolicy = Literal["optimistic", "reserve"]
+PrefillPolicy = Literal["fcfs", "shortest-prefill", "round-robin"]
 KvDtype = Literal["auto", "f32", "f16", "bf16"]
 
 DEFAULT_KV_BYTES = 1 << 30
@@ -32,6 +33,7 @@ class EngineConfig:
     kv_dtype: KvDtype = "auto"
     enable_prefix_caching: bool = True
     admission: AdmissionPolicy = "optimistic"
+    policy: PrefillPolicy = "fcfs"  # whose prompt gets a step's spare tokens
     check_integrity: bool = False  # re-verify all state after each step; slow
 
     def __post_init__(self) -> None:
@@ -52,6 +54,9 @@ class EngineConfig:
             raise ConfigError("set num_kv_blocks or kv_cache_bytes, not both")
         if self.admission not in ("optimistic", "reserve"):
             raise ConfigError(f"admission must be 'optimistic' or 'reserve', got {self.admission!r}")
+        if self.policy not in get_args(PrefillPolicy):
+            names = ", ".join(map(repr, get_args(PrefillPolicy)))
+            raise ConfigError(f"policy must be one of {names}, got {self.policy!r}")
         if self.kv_dtype not in ("auto", "f32", "f16", "bf16"):
             raise ConfigError(f"kv_dtype must be 'auto', 'f32', 'f16' or 'bf16', got {self.kv_dtype!r}")
 
@@ -68,6 +73,7 @@ class ResolvedConfig:
     kv_dtype: str
     enable_prefix_caching: bool
     admission: AdmissionPolicy
+    policy: PrefillPolicy
     check_integrity: bool
 
 
@@ -111,6 +117,7 @@ def resolve(
         kv_dtype=kv_dtype,
         enable_prefix_caching=config.enable_prefix_caching,
         admission=config.admission,
+        policy=config.policy,
         check_integrity=config.check_integrity,
     )
 

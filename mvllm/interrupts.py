@@ -1,4 +1,4 @@
-"""Ctrl-C, kept from arriving in the middle of a change of state."""
+"""Signals, kept from raising in the middle of a change of state."""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1") if hasattr(signal, name)
+]
+"""Those whose handlers are likely to raise: Ctrl-C, a request to end, a deadline."""
+
 
 class HoldInterrupts:
-    """Context manager that delivers an interrupt (SIGINT) at its end instead of inside.
+    """Context manager that runs the handlers of signals at its end instead of inside.
 
-    Python raises KeyboardInterrupt between any two instructions of the main thread; between two halves of a
-    change it would leave the engine's state contradictory. Does nothing in other threads, which are never
-    interrupted, or where the program left SIGINT to the system.
+    Python runs them between any two instructions of the main thread. An exception between two halves of a
+    change, KeyboardInterrupt above all, would leave the engine's state contradictory. Does nothing in other
+    threads, which are never interrupted, and to signals left to the system.
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None
+        self._handlers: dict[int, Any] = {}
         self._held: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
             if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._hold)
+                self._handlers[number] = handler
+                signal.signal(number, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._held.append((number, frame))
@@ -33,8 +40,7 @@ class HoldInterrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._handler is None:
-            return
-        signal.signal(signal.SIGINT, self._handler)
-        if self._held:
-            self._handler(*self._held[0])
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for number, frame in self._held:
+            self._handlers[number](number, frame)

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 
 from mvllm.backends.cpu.dense_kernels import (
@@ -25,8 +24,9 @@ from mvllm.backends.cpu.dense_kernels import (
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.jit import kernel, native_function
 from mvllm.backends.cpu.layout import DENSE, GROUP, ActivationLayout
+from mvllm.backends.cpu.pointers import emit_call
 from mvllm.backends.cpu.quantized_kernels import dequantize_row, max_tokens, multiply_tile, quantize_groups
-from mvllm.backends.cpu.vector import I64, VOID, Emitter, Value, emitted
+from mvllm.backends.cpu.vector import I64, Emitter, Value, emitted
 
 # Fields of a descriptor, as indices of its int64 elements.
 FUNCTION, WEIGHTS, BLOCK_STRIDE, INPUTS = range(4)
@@ -42,16 +42,11 @@ def _emit_load_field(emitter: Emitter, descriptor: Value, field: Value) -> Value
     return emitter.load(I64, descriptor, emitter.times(field, 8))
 
 
-def _emit_call(emitter: Emitter, function: Value, *arguments: Value) -> None:
-    signature = ir.FunctionType(VOID, [I64] * len(arguments))
-    emitter.builder.call(emitter.builder.inttoptr(function, signature.as_pointer()), arguments)
-
-
 load_field = emitted(_emit_load_field, 2, returns=types.int64)
 """Element `field` of the descriptor at an address: (descriptor, field) -> int64."""
 
-_call_matmul = emitted(_emit_call, 9)  # (function's address, the arguments of `matmul`)
-_call_embed = emitted(_emit_call, 4)  # (function's address, the arguments of `embed_row`)
+_call_matmul = emitted(emit_call, 9)  # (function's address, the arguments of `matmul`)
+_call_embed = emitted(emit_call, 4)  # (function's address, the arguments of `embed_row`)
 
 
 @kernel(_MATMUL_SIGNATURE)

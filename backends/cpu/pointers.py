@@ -56,10 +56,11 @@ square_root = emitted(_emit_square_root, [types.float32], returns=types.float32)
 """The correctly rounded root of a float32."""
 
 
-def _emit_call(emitter: Emitter, function: Value, first: Value, second: Value) -> None:
-    kind = ir.FunctionType(VOID, [I64, I64])
-    emitter.builder.call(emitter.builder.inttoptr(function, kind.as_pointer()), [first, second])
+def emit_call(emitter: Emitter, function: Value, *arguments: Value) -> None:
+    """Call the compiled function of int64 arguments and no result at the address `function`."""
+    signature = ir.FunctionType(VOID, [I64] * len(arguments))
+    emitter.builder.call(emitter.builder.inttoptr(function, signature.as_pointer()), arguments)
 
 
-call_operation = emitted(_emit_call, 3)
+call_operation = emitted(emit_call, 3)
 """(function, first, second): call the compiled `void(int64, int64)` at the address `function`."""

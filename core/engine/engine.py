@@ -72,6 +72,7 @@ class Engine:
             block_size=config.block_size,
             num_blocks=config.num_kv_blocks,
             admission=config.admission,
+            policy=config.policy,
         )
         self._forward = ForwardRunner(model, self._kv, Batcher(config.block_size))
         self._inbox = Inbox()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from mvllm.core.engine.collector import OutputCollector
 from mvllm.core.engine.engine import Engine
@@ -18,7 +18,8 @@ class SharedEngine:
     """Owns the engine and the collectors of the requests in it; every method may be called by any thread.
 
     Args:
-        undisturbed: makes a context manager that keeps the program's interrupts out of its body.
+        undisturbed: makes a context manager that keeps interrupts out of its body, so that none leaves a
+            change half made.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class SharedEngine:
         Raises:
             RequestRejected, ConfigError, EngineClosed: the engine refuses one of them.
         """
-        with self._alone():
+        with self._undisturbed(), self._lock:
             self._drop_abandoned()
             submitted: list[RequestId] = []
             try:
@@ -65,7 +66,7 @@ class SharedEngine:
         Raises:
             EngineClosed: the engine was closed, or closed itself.
         """
-        with self._alone():
+        with self._undisturbed(), self._lock:
             self._drop_abandoned()
             if all(collector.finished for collector in collectors):
                 return
@@ -77,14 +78,14 @@ class SharedEngine:
 
     def take_event(self, collector: OutputCollector) -> Event | None:
         """The oldest event kept for a group that has not been taken yet."""
-        with self._alone():
+        with self._undisturbed(), self._lock:
             events = self._events.get(collector.group_id)
             return events.popleft() if events else None
 
     def forget(self, collector: OutputCollector) -> None:
         """Cancel what still runs of a group, so that its collector is finished, and drop all record of it;
         idempotent."""
-        with self._alone():
+        with self._undisturbed(), self._lock:
             self._drop(collector)
 
     def abandon(self, collector: OutputCollector) -> None:
@@ -93,7 +94,7 @@ class SharedEngine:
 
     def close(self) -> None:
         """Close the engine; idempotent."""
-        with self._alone():
+        with self._undisturbed(), self._lock:
             self.engine.close()
 
     def _step(self) -> None:
@@ -103,12 +104,6 @@ class SharedEngine:
                 collector.apply(event)
                 if collector.group_id in self._events:
                     self._events[collector.group_id].append(event)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other thread is inside, and no interrupt leaves a change half made."""
-        with self._undisturbed(), self._lock:
-            yield
 
     def _drop_abandoned(self) -> None:
         while self._abandoned:

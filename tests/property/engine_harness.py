@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mvllm.backends.fake.model import FakeModel, Faults
 from mvllm.backends.fake.tags import tag_of
-from mvllm.core.config import ResolvedConfig
+from mvllm.core.config import AdmissionPolicy, PrefillPolicy, ResolvedConfig
 from mvllm.core.engine.engine import Engine
 from mvllm.core.errors import RequestRejected
 from mvllm.core.request import Phase, Request
@@ -71,7 +71,8 @@ def resolved_config(
     max_num_batched_tokens: int = 12,
     max_num_seqs: int = 4,
     enable_prefix_caching: bool = True,
-    admission: str = "optimistic",
+    admission: AdmissionPolicy = "optimistic",
+    policy: PrefillPolicy = "fcfs",
     max_model_len: int = MAX_MODEL_LEN,
 ) -> ResolvedConfig:
     return ResolvedConfig(
@@ -82,7 +83,8 @@ def resolved_config(
         num_kv_blocks=num_kv_blocks,
         kv_dtype="f32",
         enable_prefix_caching=enable_prefix_caching,
-        admission=admission,  # type: ignore[arg-type]
+        admission=admission,
+        policy=policy,
         check_integrity=True,
     )
 

@@ -27,6 +27,7 @@ def configs(draw: st.DrawFn) -> ResolvedConfig:
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         admission=draw(st.sampled_from(["optimistic", "optimistic", "reserve"])),
+        policy=draw(st.sampled_from(["fcfs", "shortest-prefill", "round-robin"])),
     )
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from mvllm.core.errors import ModelFileError
 from mvllm.core.load.gguf import GgufFile, read_gguf
+from mvllm.core.load.mapped import release_pages
 from tests.model_files import TYPE_CODES, gguf_bytes, gguf_string, gguf_value
 from tests.paths import MODELS
+from tests.resident import SMAPS, resident_bytes
 from tests.tiny_models import gguf_metadata, gguf_tensors, tiny_shape, write_tiny_gguf
 
 REAL_MODELS = ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma3-270m"]
@@ -96,6 +98,23 @@ def test_reading_into_memory_gives_the_same_tensors(tmp_path: Path) -> None:
     for name, weight in mapped.tensors.items():
         assert np.array_equal(weight.to_float32(), in_memory.tensors[name].to_float32())
         assert not in_memory.tensors[name].stored.flags.writeable
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="needs Linux's account of mapped pages")
+def test_released_pages_leave_memory_and_come_back_unchanged(tmp_path: Path) -> None:
+    """REQUIREMENTS T2: a backend that packs weights must not hold file and packed form at once."""
+    path = tmp_path / "model.gguf"
+    values = np.arange(1 << 20, dtype=np.float32)
+    path.write_bytes(gguf_bytes({}, {"w": ("F32", values, (1 << 20,))}))
+    stored = read_gguf(path).tensors["w"].stored
+    assert np.array_equal(stored, values)
+    assert resident_bytes(path) >= values.nbytes
+    release_pages(stored[: 1 << 19])
+    assert resident_bytes(path) <= values.nbytes / 2
+    release_pages(stored)
+    assert resident_bytes(path) <= 1 << 16
+    assert np.array_equal(stored, values)
+    release_pages(values)  # not mapped: nothing to do
 
 
 def test_another_alignment_is_heeded(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 from mvllm import LLM, DownloadError, RequestOutput, RequestRejected, SamplingParams
 from mvllm.backends.fake.backend import FakeBackend
 from mvllm.cli.report import json_lines
+from mvllm.core.kv import lookup_memo
 from mvllm.core.load.catalog import DEFAULT_MODEL
 from mvllm.core.request import CompletionOutput, Logprob, TokenLogprobs
 from tests.tiny_models import CHAT_TEMPLATE, EOS_ID, SPECIAL_TOKENS, write_tiny_gguf
@@ -230,7 +231,8 @@ def test_q5_the_number_of_threads_is_said_at_the_start_and_the_callers_wins(
     assert "threads: 3" in caplog.text
 
 
-def test_t1_unique_prompts_leave_no_memory_behind(load: LoadModel) -> None:
+def test_t1_unique_prompts_leave_no_memory_behind(load: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_memo, "MAX_REMEMBERED", 16)  # soon full
     llm = load(backend=FakeBackend(), threads=None, num_kv_blocks=32, block_size=4, check_integrity=False)
     rng = np.random.default_rng(0)
 
@@ -246,7 +248,7 @@ def test_t1_unique_prompts_leave_no_memory_behind(load: LoadModel) -> None:
 
     tracemalloc.start()
     try:
-        serve(200)  # fills the pool, the trie and every bounded table
+        serve(50)  # fills the pool, the trie and every bounded table
         before, _ = tracemalloc.get_traced_memory()
         serve(100)
         after, _ = tracemalloc.get_traced_memory()
