@@ -118,7 +118,11 @@ engine_options = _apply(
             type=click.Choice(["fcfs", "shortest-prefill", "round-robin"]),
             help="Whose prompt gets a step's spare tokens.  [default: fcfs]",
         ),
-        click.option("--no-mmap", is_flag=True, help="Read the weights into memory instead of mapping them."),
+        click.option(
+            "--no-mmap",
+            is_flag=True,
+            help="Read the file into memory, where it stays, instead of mapping it; for slow network disks.",
+        ),
     ]
 )
 

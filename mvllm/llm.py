@@ -21,7 +21,7 @@ from mvllm.core.engine.collector import OutputCollector
 from mvllm.core.engine.engine import Engine
 from mvllm.core.engine.shared_engine import SharedEngine
 from mvllm.core.engine.submission import prepare_requests
-from mvllm.core.errors import ConfigError, ModelFileError
+from mvllm.core.errors import CapacityError, ConfigError, ModelFileError
 from mvllm.core.load.catalog import DEFAULT_MODEL, ModelStore, Progress, no_progress
 from mvllm.core.load.checkpoint import load_checkpoint
 from mvllm.core.load.contents import Checkpoint
@@ -108,7 +108,7 @@ class LLM:
         backend: "auto", "cpu" or "reference", or a `Backend` object.
         threads: worker threads of the cpu backend; None: as many as this process may use.
         config: engine settings; single ones may be given as keywords instead (`max_model_len=2048`).
-        mmap: map the weights from the file (True) or read them into memory.
+        mmap: map the weights from the file (True), or read the whole file into memory, where it stays.
         cache_dir: where fetched models are kept.
         progress: called during a download.
         allow_unknown_pretokenizer: load a GGUF file whose pre-tokenizer is not known, at the risk of wrong
@@ -263,7 +263,14 @@ class LLM:
             max_logit_rows=config.max_num_seqs,
             dtype=config.kv_dtype,
         )
-        return self.backend.load(checkpoint.spec, checkpoint.weights, geometry)
+        try:
+            return self.backend.load(checkpoint.spec, checkpoint.weights, geometry)
+        except (MemoryError, CapacityError) as error:
+            raise ConfigError(
+                f"memory does not suffice for a context of {config.max_model_len} tokens and "
+                f"{config.num_kv_blocks} KV blocks of {config.block_size} ({error}); "
+                "set max_model_len or kv_cache_bytes lower"
+            ) from error
 
     def _prepare(
         self, prompt: EncodedPrompt, params: SamplingParams

@@ -6,11 +6,13 @@ import logging
 
 from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED
 from mvllm.backends.cpu.threads import default_threads
-from mvllm.core.errors import ConfigError, ModelFileError
+from mvllm.core.errors import ConfigError, ModelFileError, shown
 from mvllm.core.model.spec import ModelSpec
 from mvllm.core.tensor import Backend, Capabilities, KvGeometry, Model, ModelWeights, Weight
 
 _KV_DTYPES = ("f16", "f32")
+MAX_THREADS = 256
+"""Most threads of a team: beyond what one machine's cores share, barriers only cost."""
 _log = logging.getLogger("mvllm")
 
 
@@ -28,10 +30,10 @@ class CpuBackend(Backend):
         """`threads`: size of a model's team; None: as many as the machine and its container allow.
 
         Raises:
-            ConfigError: `threads` is not positive.
+            ConfigError: `threads` is no number of threads.
         """
-        if threads is not None and threads < 1:
-            raise ConfigError(f"threads must be at least 1, got {threads}")
+        if threads is not None and not (type(threads) is int and 1 <= threads <= MAX_THREADS):
+            raise ConfigError(f"threads must be a whole number from 1 to {MAX_THREADS}, got {shown(threads)}")
         self._threads = threads
 
     def unsupported(self, spec: ModelSpec, weights: ModelWeights) -> str | None:

@@ -19,7 +19,7 @@ def aligned_zeros(nbytes: int, purpose: str) -> NDArray[np.uint8]:
     """
     try:
         memory = np.zeros(nbytes + LINE_BYTES, np.uint8)
-    except MemoryError:
+    except (MemoryError, ValueError):  # ValueError: more than an address can count
         raise CapacityError(f"{purpose}, bytes", needed=nbytes, available=0) from None
     start = -memory.ctypes.data % LINE_BYTES
     return memory[start : start + nbytes]

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mvllm.core.errors import DownloadError, ModelFileError
+from mvllm.core.errors import DownloadError, ModelFileError, shown
 from mvllm.core.load.safetensors import find_weight_files
 
 Progress = Callable[[str, int, int], None]
@@ -84,9 +84,12 @@ class ModelStore:
         """Path of a model that is on this machine, without touching the network.
 
         A file or folder of that name comes first, then the catalog, then the hub's own cache.
+
+        Raises:
+            ModelFileError: the system refuses to look there.
         """
-        path = Path(name).expanduser()
-        if name and path.exists():
+        path = _on_disk(name)
+        if path is not None:
             return path
         if name in CATALOG:
             return self._find_in_catalog(CATALOG[name])
@@ -108,7 +111,7 @@ class ModelStore:
             return _pull_from_hub(name)
         known = ", ".join(CATALOG)
         raise ModelFileError(
-            f"no model {name!r}: not a file or folder, not a catalog name ({known}), "
+            f"no model {shown(name)}: not a file or folder, not a catalog name ({known}), "
             "not a hub repository (owner/name)"
         )
 
@@ -140,6 +143,17 @@ class ModelStore:
             return None
         target = self._models_dir / entry.filename
         return target if target.is_file() and target.stat().st_size == entry.file_bytes else None
+
+
+def _on_disk(name: str) -> Path | None:
+    """The file or folder of that name, if there is one."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except RuntimeError:  # ~ of a user that does not exist
+        return None
+    except OSError as error:
+        raise ModelFileError(f"{shown(name)}: {error.strerror or error}") from error
 
 
 def _is_hub_name(name: str) -> bool:

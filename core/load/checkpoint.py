@@ -26,6 +26,8 @@ def load_checkpoint(path: Path, *, mmap: bool = True) -> Checkpoint:
         return load_hf_model(path, mmap=mmap)
     if not path.exists():
         raise ModelFileError(f"{path}: no such file or folder")
+    if not path.is_file():  # reading a pipe or a device could take for ever
+        raise ModelFileError(f"{path}: neither a file nor a folder")
     if path.suffix.lower() == ".gguf" or _magic(path) == MAGIC:
         return load_gguf_model(path, mmap=mmap)
     raise ModelFileError(

@@ -23,7 +23,7 @@ from mvllm.core.load.contents import Checkpoint, GenerationDefaults, TensorInfo
 from mvllm.core.load.gguf import GgufFile, read_gguf
 from mvllm.core.load.gguf_text import read_text_assets
 from mvllm.core.load.rope import rope_from_gguf
-from mvllm.core.load.settings import Settings
+from mvllm.core.load.settings import MAX_CONTEXT, Settings
 from mvllm.core.model.spec import LayerSpec, ModelSpec
 from mvllm.core.tensor import ModelWeights
 
@@ -182,7 +182,7 @@ def interleaved_row_order(num_heads: int, head_dim: int) -> NDArray[np.intp]:
 def _spec(
     architecture: str, settings: Settings, dimensions: Dimensions, weights: ModelWeights, file: GgufFile
 ) -> ModelSpec:
-    context_length = settings.require_integer("context_length")
+    context_length = settings.require_integer("context_length", maximum=MAX_CONTEXT)
     divisors = _rope_divisors(settings, dimensions.head_dim, file)
     return ModelSpec(
         architecture=architecture,

@@ -99,9 +99,9 @@ def _numbers(metadata: Settings, key: str, length: int) -> list[float]:
 
 def _token_id(metadata: Settings, key: str, vocab_size: int) -> TokenId | None:
     name = f"tokenizer.ggml.{key}"
-    if metadata.get(name) == _ABSENT_ID:
+    value = metadata.integer(name, minimum=0, maximum=_ABSENT_ID)
+    if value == _ABSENT_ID:
         return None
-    value = metadata.integer(name, minimum=0)
     if value is not None and value >= vocab_size:
         raise metadata.error(f"{name} is {value}, but the vocabulary has {vocab_size} tokens")
     return value

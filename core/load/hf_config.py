@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mvllm.core.load.assemble import ATTENTION_BIASES, HEAD_NORMS, MLP_BIASES, Dimensions, Slots
 from mvllm.core.load.rope import rope_from_config
-from mvllm.core.load.settings import Settings
+from mvllm.core.load.settings import MAX_CONTEXT, Settings
 from mvllm.core.model.spec import Activation, LayerSpec, ModelSpec
 
 _ATTENTION_BIASES_WITH_OUTPUT = ATTENTION_BIASES | {"o_bias"}
@@ -66,7 +66,7 @@ def read_config(config: Settings) -> HfConfig:
     model_type = MODEL_TYPES[name]
     dimensions = _dimensions(config, model_type)
     tied = bool(config.flag("tie_word_embeddings"))
-    context_length = config.require_integer("max_position_embeddings")
+    context_length = config.require_integer("max_position_embeddings", maximum=MAX_CONTEXT)
     spec = ModelSpec(
         architecture=name,
         vocab_size=dimensions.vocab_size,

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from mvllm.core.errors import ModelFileError
 
-_PAGES_AT_ONCE = 1 << 16
-"""Bytes that Linux maps around a page that is touched; the windows start at multiples of it."""
+_WINDOW = 2 << 20
+"""Most bytes that Linux maps when one page is touched; such windows start at multiples of their size."""
 
 
 def open_bytes(path: Path, *, mmap: bool) -> NDArray[np.uint8]:
@@ -48,8 +48,8 @@ def release_pages(array: NDArray[Any]) -> None:
     if mapping is None or not hasattr(mapping, "madvise"):
         return
     first = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
-    start = first // _PAGES_AT_ONCE * _PAGES_AT_ONCE
-    stop = min(first + array.nbytes + _PAGES_AT_ONCE, len(mapping))
+    start = first // _WINDOW * _WINDOW
+    stop = min(first + array.nbytes + _WINDOW, len(mapping))
     mapping.madvise(memory_map.MADV_DONTNEED, start, stop - start)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mvllm.core.errors import ModelFileError, shown
 
 MAX_INTEGER = 2**31 - 1
+MAX_CONTEXT = 2**24  # tokens; the rotary tables grow with it
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
 
 
@@ -30,20 +31,20 @@ class Settings:
     def get(self, key: str) -> object:
         return self.values.get(self.name(key))
 
-    def integer(self, key: str, *, minimum: int = 1) -> int | None:
-        """A whole number in [minimum, 2**31)."""
+    def integer(self, key: str, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int | None:
+        """A whole number in [minimum, maximum]."""
         value = self.get(key)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= MAX_INTEGER:
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
             raise self.error(
-                f"{self.name(key)} is {shown(value)}; a whole number from {minimum} on is expected"
+                f"{self.name(key)} is {shown(value)}; a whole number from {minimum} to {maximum} is expected"
             )
         return value
 
-    def require_integer(self, key: str) -> int:
+    def require_integer(self, key: str, *, maximum: int = MAX_INTEGER) -> int:
         """A positive whole number that must be there."""
-        value = self.integer(key)
+        value = self.integer(key, maximum=maximum)
         if value is None:
             raise self.error(f"{self.name(key)} is missing")
         return value

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 Activation = Literal["silu", "gelu_tanh"]
 
+_POSITIONS_AT_ONCE = 4096  # bounds the float64 temporaries of a rotary table
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -24,9 +26,14 @@ class RopeSpec:
 
     def table(self, num_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """cos and sin, each float32[num_positions, head_dim / 2], computed in float64."""
-        angles = np.outer(np.arange(num_positions, dtype=np.float64), np.array(self.inverse_frequencies))
-        cos, sin = np.cos(angles) * self.magnitude, np.sin(angles) * self.magnitude
-        return cos.astype(np.float32), sin.astype(np.float32)
+        frequencies = np.array(self.inverse_frequencies)
+        cos, sin = (np.empty((num_positions, len(frequencies)), np.float32) for _ in range(2))
+        for start in range(0, num_positions, _POSITIONS_AT_ONCE):
+            rows = slice(start, min(start + _POSITIONS_AT_ONCE, num_positions))
+            angles = np.outer(np.arange(rows.start, rows.stop, dtype=np.float64), frequencies)
+            cos[rows] = np.cos(angles) * self.magnitude
+            sin[rows] = np.sin(angles) * self.magnitude
+        return cos, sin
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tests.paths import SHARED
 
 TINY = SHARED / "golden" / "tiny" if SHARED else Path("absent")
 FOLDERS = ["llama-mha", "llama-gqa-tied", "llama-rope-llama3", "llama-rope-linear", "llama-bf16"]
-FOLDERS += ["llama-f16", "llama-sharded", "llama-bias", "qwen2-untied"]
+FOLDERS += ["llama-f16", "llama-sharded", "llama-bias", "qwen2-untied", "qwen3-gqa", "mistral-window"]
 GGUF_FOLDERS = ["gguf-llama-gqa-tied", "gguf-qwen2-untied", "gguf-llama-gqa-tied-256"]
 
 FLOAT32_LIMIT = 1e-3
