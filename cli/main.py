@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import os
+import signal
 import sys
 from typing import Any
 
@@ -57,6 +58,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would only disturb Python's own way out
         sys.exit(130)
     except OSError as error:
         click.echo(f"Error: {error}", err=True)

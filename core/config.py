@@ -13,6 +13,7 @@ PrefillPolicy = Literal["fcfs", "shortest-prefill", "round-robin"]
 KvDtype = Literal["auto", "f32", "f16", "bf16"]
 
 DEFAULT_KV_BYTES = 1 << 30
+MAX_SLOTS = (1 << 31) - 1  # positions of a KV pool; they travel as int32
 KV_DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
@@ -88,7 +89,7 @@ def resolve(
         kv_dtype: the type that "auto" stands for on the chosen backend, or the one asked for.
 
     Raises:
-        ConfigError: a context longer than the model's, or a pool that can't hold a single block.
+        ConfigError: a context longer than the model's, or a pool without a single block or beyond MAX_SLOTS.
     """
     max_model_len = config.max_model_len or model_context
     if max_model_len > model_context:
@@ -106,6 +107,11 @@ def resolve(
         one_context = ceil_div(max_model_len, config.block_size)
         most_useful = one_context * config.max_num_seqs
         num_blocks = max(one_context, min(most_useful, DEFAULT_KV_BYTES // block_bytes))
+    if num_blocks * config.block_size > MAX_SLOTS:
+        raise ConfigError(
+            f"the KV cache would have {num_blocks} blocks of {config.block_size} tokens; "
+            f"more than {MAX_SLOTS} tokens can't be addressed"
+        )
     if config.max_model_len is None:
         max_model_len = min(max_model_len, num_blocks * config.block_size)
     return ResolvedConfig(

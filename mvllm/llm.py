@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from mvllm.core.engine.engine import Engine
 from mvllm.core.engine.shared_engine import SharedEngine
 from mvllm.core.engine.submission import prepare_requests
 from mvllm.core.errors import CapacityError, ConfigError, ModelFileError
+from mvllm.core.interrupts import HoldInterrupts
 from mvllm.core.load.catalog import DEFAULT_MODEL, ModelStore, Progress, no_progress
 from mvllm.core.load.checkpoint import load_checkpoint
 from mvllm.core.load.contents import Checkpoint
@@ -34,7 +35,6 @@ from mvllm.core.text.detokenizer import Detokenizer
 from mvllm.core.text.stop import stop_token_ids_for
 from mvllm.core.text.tokenizer import Tokenizer
 from mvllm.core.types import TokenId
-from mvllm.interrupts import HoldInterrupts
 from mvllm.prompts import (
     EncodedPrompt,
     Prompt,
@@ -157,8 +157,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in one continuous batch; results in the order of the prompts.
 
@@ -173,8 +173,8 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or many, rendered with the model's chat template.
 

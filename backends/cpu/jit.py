@@ -31,6 +31,7 @@ import numba
 import mvllm.core
 from mvllm.backends.cpu import isa
 from mvllm.core.cache_folder import cache_folder
+from mvllm.core.interrupts import HoldInterrupts
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -49,7 +50,8 @@ def kernel(signature: str) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        with _cache_dir() as cached:
+        # LLVM's callbacks would swallow an interrupt and leave half a library.
+        with HoldInterrupts(), _cache_dir() as cached:
             compiled: Any = numba.njit(signature, nogil=True, cache=cached, **_OPTIONS)(function)
         return cast(Function, compiled)
 
@@ -58,7 +60,7 @@ def kernel(signature: str) -> Callable[[Function], Function]:
 
 def native_function(signature: str, function: Callable[..., Any]) -> Any:
     """Compile `function` for calls through its `.address`; the caller keeps the result alive."""
-    with _cache_dir() as cached:
+    with HoldInterrupts(), _cache_dir() as cached:
         return numba.cfunc(signature, cache=cached, **_OPTIONS)(function)
 
 

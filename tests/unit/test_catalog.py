@@ -151,10 +151,18 @@ def test_an_existing_path_wins_over_every_name(store: ModelStore, tmp_path: Path
     assert store.resolve(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("name", ["nonsense", "./missing.gguf", "/missing/model.gguf", "a/b/c/d", ""])
+@pytest.mark.parametrize(
+    "name", ["nonsense", "./missing.gguf", "/missing/model.gguf", "a/b/c/d", "", "~nobody-by-this-name/model"]
+)
 def test_an_unknown_name_is_explained(store: ModelStore, name: str) -> None:
     with pytest.raises(ModelFileError, match="catalog"):
         store.resolve(name)
+
+
+def test_a_name_that_the_system_refuses_is_explained_in_a_short_line(store: ModelStore) -> None:
+    with pytest.raises(ModelFileError, match="too long") as error:
+        store.resolve("x" * 100_000)
+    assert len(str(error.value)) < 200
 
 
 # --- hub ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,9 @@ def test_kv_head_counts_by_layer_must_agree(tmp_path: Path) -> None:
         ({"tokenizer.ggml.token_type": ["1"]}, "not an array of finite numbers"),
         ({"tokenizer.ggml.scores": np.full(320, np.nan, np.float32)}, "not an array of finite numbers"),
         ({"tokenizer.ggml.eos_token_id": 320}, "eos_token_id is 320"),
+        ({"tokenizer.ggml.bos_token_id": np.array([1, 2], np.int32)}, "bos_token_id is"),
+        ({"tokenizer.ggml.eos_token_id": np.array([], np.int32)}, "eos_token_id is"),
+        ({"llama.context_length": 2**31 - 1}, "context_length is 2147483647"),
         ({"tokenizer.ggml.add_bos_token": 1}, "true or false"),
     ],
 )
@@ -289,6 +293,10 @@ def test_a_file_of_another_kind_is_refused_with_what_is_accepted(tmp_path: Path)
         load_checkpoint(tmp_path / "model.bin")
     with pytest.raises(ModelFileError, match="no such file"):
         load_checkpoint(tmp_path / "absent.gguf")
+    for name in ("pipe", "pipe.gguf"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ModelFileError, match="neither a file nor a folder"):
+            load_checkpoint(tmp_path / name)
     shape: TinyShape = write_tiny_gguf(tmp_path / "without_suffix")
     assert load_checkpoint(tmp_path / "without_suffix").spec.hidden_size == shape.hidden
 

@@ -19,6 +19,7 @@ from mvllm import (
     SamplingParams,
     TemplateError,
 )
+from mvllm.backends.reference.backend import ReferenceBackend
 from tests.tiny_models import write_tiny_gguf
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -91,6 +92,17 @@ def test_a_closed_or_dropped_stream_is_cancelled(llm: LLM) -> None:
         gc.collect()
     _advance_until_idle(llm)
     assert not llm.engine.has_work
+
+
+def test_a_stream_that_was_closed_ends_and_says_that_it_was_cancelled(llm: LLM) -> None:
+    long = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, n=2)
+    stream = llm.stream(PROMPTS[0], long)
+    first = next(stream)
+    stream.close()
+    assert list(stream) == []
+    reasons = [answer.finish_reason for answer in stream.output().outputs]
+    assert reasons == ["cancelled", "cancelled"]
+    assert stream.output().outputs[first.index].text.startswith(first.text)
 
 
 def test_threads_share_one_batch_and_get_their_own_answers(llm: LLM) -> None:
@@ -194,12 +206,25 @@ def test_a_closed_llm_says_so(model: Path) -> None:
         ({"colour": 1}, "colour"),
         ({"num_kv_blocks": 4, "kv_cache_bytes": 100}, "not both"),
         ({"kv_cache_bytes": 10}, "block"),
+        ({"kv_cache_bytes": 10**23}, "can't be addressed"),
+        ({"num_kv_blocks": 2**27}, "can't be addressed"),
+        ({"block_size": 2**31}, "can't be addressed"),
+        *(({"threads": value, "backend": "cpu"}, "threads") for value in (0, -1, 1.5, "2", True, 10**6)),
         ({"backend": "quantum"}, "quantum"),
     ],
 )
 def test_bad_settings_are_explained(model: Path, settings: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         LLM(model, **{"backend": "reference", **settings})  # type: ignore[arg-type]
+
+
+def test_what_memory_can_not_hold_is_explained(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ReferenceBackend, "load", exhausted)
+    with pytest.raises(ConfigError, match="set max_model_len or kv_cache_bytes lower"):
+        LLM(model, backend="reference")
 
 
 def test_a_missing_model_is_explained() -> None:

@@ -20,7 +20,7 @@ from tests.paths import ROOT
 PACKAGES = {"mvllm": "mvllm", "core": "mvllm.core", "backends": "mvllm.backends", "cli": "mvllm.cli"}
 
 CORE_TIERS = [
-    {"types", "errors", "config", "cache_folder"},
+    {"types", "errors", "config", "cache_folder", "interrupts"},
     {"request", "step", "tensor"},
     {"kv", "sched", "spec", "sampling", "model", "load", "text"},
     {"engine"},

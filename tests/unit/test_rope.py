@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -225,3 +226,17 @@ def test_tables_of_long_positions_use_float64_angles() -> None:
         angle = 5000 * yarn_reference(1e4, index, factor=4.0, original=4096)
         assert cos[5000, index] == pytest.approx(magnitude * math.cos(angle), abs=1e-6)
         assert sin[5000, index] == pytest.approx(magnitude * math.sin(angle), abs=1e-6)
+
+
+def test_a_long_table_takes_little_more_memory_than_its_result() -> None:
+    spec = config_rope()
+    tracemalloc.start()
+    try:
+        cos, sin = spec.table(100_001)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.3 * (cos.nbytes + sin.nbytes)
+    angles = np.outer(np.arange(100_001.0)[-3:], spec.inverse_frequencies)
+    assert np.array_equal(cos[-3:], np.cos(angles).astype(np.float32))
+    assert np.array_equal(sin[-3:], np.sin(angles).astype(np.float32))

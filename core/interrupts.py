@@ -17,7 +17,7 @@ class HoldInterrupts:
     """Context manager that runs the handlers of signals at its end instead of inside.
 
     Python runs them between any two instructions of the main thread. An exception between two halves of a
-    change, KeyboardInterrupt above all, would leave the engine's state contradictory. Does nothing in other
+    change, KeyboardInterrupt above all, would leave what is changed contradictory. Does nothing in other
     threads, which are never interrupted, and to signals left to the system.
     """
 
