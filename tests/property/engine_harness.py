@@ -170,7 +170,7 @@ class EngineHarness:
         for id in cancelled_now - set(self._cancel_in_forward):
             if id in self.heard:
                 assert len(self.heard[id].token_ids) == num_tokens_before[id], "in-flight token emitted (L5)"
-        # With reservations a former follower may wait for a younger row that passed it (core/sched/README.md).
+        # With reservations a former follower may wait for a younger row that passed it (core/sched).
         must_advance = was_running or self.config.admission == "optimistic"
         if oldest is not None and must_advance and not oldest.phase.terminal:
             assert (len(oldest.token_ids), oldest.num_computed) > before, "the oldest stood still (S10)"
