@@ -19,9 +19,9 @@ from mvllm.cli.options import (
     sampling_params,
 )
 from mvllm.cli.prompts import PromptInput, read_prompt, read_prompt_file
-from mvllm.cli.report import json_lines, statistics
+from mvllm.cli.report import json_error, json_lines, statistics
 from mvllm.cli.terminal import download_progress, note, prompt_progress, show_log_messages
-from mvllm.core.errors import TemplateError
+from mvllm.core.errors import MvllmError, TemplateError
 from mvllm.core.request import RequestOutput, SamplingParams
 from mvllm.llm import LLM, Stream
 
@@ -51,19 +51,23 @@ def generate(
     stats: bool,
     **options: Any,
 ) -> int:
-    """Answer PROMPT, or what standard input holds if PROMPT is "-" or input is piped.
+    """Answer PROMPT, a file of prompts, or standard input.
 
-    The prompt is sent through the model's chat template unless --raw is given or the model has none.
+    Standard input is read if PROMPT is "-", or if there is no PROMPT and input is piped, never beside a
+    PROMPT. The prompt is sent through the model's chat template unless --raw is given or the model has none.
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give PROMPT or --prompts, not both")
     if raw and system is not None:
         raise click.UsageError("--system needs the chat template, so it can't go with --raw")
+    if options["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json, which has a place for them")
+    shared = sampling_params(options)
     inputs = read_prompt_file(prompt_file) if prompt_file else [PromptInput(0, read_prompt(prompt))]
     show_log_messages()
     llm = _load(model, options)
     with llm:
-        session = _Session(llm, system=system, raw=raw, shared=sampling_params(options))
+        session = _Session(llm, system=system, raw=raw, shared=shared)
         if prompt_file is None and not as_json and options["n"] == 1:
             return session.print_stream(inputs[0], stats=stats)
         return session.print_batch(inputs, as_json=as_json, stats=stats)
@@ -115,45 +119,57 @@ class _Session:
             stream.close()
         if stats:
             self._print_stats([stream.output()], time.perf_counter() - start)
+        self._say_if_cut(prompt, stream.output())
         return 0
 
-    def print_batch(self, prompts: Sequence[PromptInput], *, as_json: bool, stats: bool) -> int:
-        """Print all answers in the order of the prompts, once all are done; on Ctrl-C print what has come.
-        Returns the exit status."""
-        start = time.perf_counter()
-        ids = [self._encode(prompt) for prompt in prompts]
-        params = [self._params(prompt, len(own)) for prompt, own in zip(prompts, ids, strict=True)]
-        outputs, interrupted = self._answer_all(ids, params)
-        for prompt, output in zip(prompts, outputs, strict=False):
-            if interrupted and not any(answer.token_ids for answer in output.outputs):
-                continue
-            for line in json_lines(prompt.id, output) if as_json else _texts(output):
-                click.echo(line)
-        if stats:
-            self._print_stats(outputs, time.perf_counter() - start)
-        status = _report_errors(outputs)
-        return 130 if interrupted else status
+    def _say_if_cut(self, prompt: PromptInput, output: RequestOutput) -> None:
+        asked = self._shared.max_tokens is not None or "max_tokens" in prompt.sampling
+        if not asked and any(answer.finish_reason == "length" for answer in output.outputs):
+            note("mvllm: the answer was cut at the default output limit; --max-tokens raises it")
 
-    def _answer_all(
-        self, ids: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> tuple[list[RequestOutput], bool]:
-        """The answers, in one continuous batch, and whether Ctrl-C ended them early."""
-        streams: list[Stream] = []
-        interrupted = False
+    def print_batch(self, prompts: Sequence[PromptInput], *, as_json: bool, stats: bool) -> int:
+        """Answer all prompts in one continuous batch; print in their order, each as soon as it can be.
+
+        A refused prompt is reported and keeps nobody else from being answered. On Ctrl-C what has come is
+        printed. Returns the exit status.
+        """
+        start = time.perf_counter()
+        started = [self._start(prompt) for prompt in prompts]
+        outputs: list[RequestOutput] = []
+        status = 0
         try:
-            with prompt_progress(len(ids)) as show_finished:
-                for prompt_ids, own_params in zip(ids, params, strict=True):
-                    streams.append(self._llm.stream(prompt_ids, own_params))
-                for count, stream in enumerate(streams, 1):
-                    for _ in stream:
-                        pass
+            with prompt_progress(len(prompts)) as show_finished:
+                for count, (prompt, answer) in enumerate(zip(prompts, started, strict=True), 1):
+                    if isinstance(answer, MvllmError):
+                        status = self._print_refusal(prompt, answer, as_json=as_json)
+                        continue
+                    status = max(status, _exhaust(answer, prompt, as_json=as_json))
+                    outputs.append(answer.output())
                     show_finished(count)
         except KeyboardInterrupt:
-            interrupted = True
+            status = 130
+            _print_unfinished(prompts[len(outputs) :], started[len(outputs) :], as_json=as_json)
         finally:
-            for stream in streams:
-                stream.close()
-        return [stream.output() for stream in streams], interrupted
+            for answer in started:
+                if isinstance(answer, Stream):
+                    answer.close()
+        if stats:
+            self._print_stats(outputs, time.perf_counter() - start)
+        return status
+
+    def _start(self, prompt: PromptInput) -> Stream | MvllmError:
+        """The prompt's answer to be, or why there is none."""
+        try:
+            ids = self._encode(prompt)
+            return self._llm.stream(ids, self._params(prompt, len(ids)))
+        except MvllmError as error:
+            return error
+
+    def _print_refusal(self, prompt: PromptInput, error: MvllmError, *, as_json: bool) -> int:
+        note(f"mvllm: prompt {prompt.id}: {error}")
+        if as_json:
+            click.echo(json_error(prompt.id, str(error)))
+        return 1
 
     def _encode(self, prompt: PromptInput) -> list[int]:
         if prompt.token_ids is not None:
@@ -184,12 +200,29 @@ class _Session:
             note(line)
 
 
-def _texts(output: RequestOutput) -> list[str]:
-    return [answer.text for answer in output.outputs]
-
-
-def _report_errors(outputs: Sequence[RequestOutput]) -> int:
-    errors = [answer.error for output in outputs for answer in output.outputs if answer.error]
+def _exhaust(stream: Stream, prompt: PromptInput, *, as_json: bool) -> int:
+    """Wait for the end of a prompt's answers and print them; the exit status that they deserve."""
+    for _ in stream:
+        pass
+    output = stream.output()
+    _print_answers(prompt, output, as_json=as_json)
+    errors = [answer.error for answer in output.outputs if answer.error]
     for error in errors:
-        note(f"mvllm: {error}")
+        note(f"mvllm: prompt {prompt.id}: {error}")
     return 1 if errors else 0
+
+
+def _print_unfinished(
+    prompts: Sequence[PromptInput], started: Sequence[Stream | MvllmError], *, as_json: bool
+) -> None:
+    for prompt, answer in zip(prompts, started, strict=True):
+        if isinstance(answer, Stream):
+            answer.close()
+            output = answer.output()
+            if any(completion.token_ids for completion in output.outputs):
+                _print_answers(prompt, output, as_json=as_json)
+
+
+def _print_answers(prompt: PromptInput, output: RequestOutput, *, as_json: bool) -> None:
+    for line in json_lines(prompt.id, output) if as_json else [answer.text for answer in output.outputs]:
+        click.echo(line)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mvllm.core.errors import MvllmError
+from mvllm.core.errors import ConfigError, MvllmError
 
 _COMMANDS = {
     "generate": "mvllm.cli.generate:generate",
@@ -36,6 +36,8 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from error
         except MvllmError as error:
             raise click.ClickException(str(error)) from error
 

@@ -39,5 +39,6 @@ def model_path(name: str) -> None:
     """Print the path of a model that is on this machine; never touches the network."""
     path = ModelStore(default_cache_dir()).find(name)
     if path is None:
-        raise ModelFileError(f"{name} is not on this machine; fetch it with: mvllm models pull {name}")
+        hint = f"; fetch it with: mvllm models pull {name}" if name in CATALOG or "/" in name else ""
+        raise ModelFileError(f"{name} is not on this machine{hint}")
     click.echo(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from statistics import median as median_of
 
 from mvllm.core.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from mvllm.core.types import TokenId
@@ -32,6 +33,11 @@ def json_lines(id: str | int, output: RequestOutput) -> Iterator[str]:
             fields["logprobs"] = [_logprob_fields(entry) for entry in completion.logprobs]
         # Half a surrogate pair, in an id say, has no UTF-8 form; its escape is JSON again.
         yield json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def json_error(id: str | int, error: str) -> str:
+    """Stands for the answers of a prompt that was refused."""
+    return json.dumps({"id": id, "error": error})
 
 
 def _usage(output: RequestOutput, completion: CompletionOutput) -> dict[str, int]:
@@ -79,23 +85,21 @@ def statistics(outputs: Sequence[RequestOutput], wall_seconds: float) -> list[st
         if output.metrics.time_to_first_token is not None
     )
     preemptions = sum(output.metrics.num_preemptions for output in outputs)
-    lines = [
-        f"prompt tokens      {prompt} ({cached} from the prefix cache)",
-        f"generated tokens   {generated}",
+    rows = [
+        ("prompt tokens", f"{prompt} ({cached} from the prefix cache)"),
+        ("generated tokens", f"{generated}"),
     ]
     if len(outputs) == 1 and firsts:
         decoded = generated - len(outputs[0].outputs)
         decode_seconds = outputs[0].metrics.total_time - firsts[0]
-        lines.append(f"time to first token {firsts[0] * 1000:.0f} ms")
-        lines.append(f"prefill            {(prompt - cached) / firsts[0]:.1f} tokens/s")
+        rows.append(("time to first token", f"{firsts[0] * 1000:.0f} ms"))
+        rows.append(("prefill", f"{(prompt - cached) / firsts[0]:.1f} tokens/s"))
         if decoded > 0 and decode_seconds > 0:
-            lines.append(f"decode             {decoded / decode_seconds:.1f} tokens/s")
+            rows.append(("decode", f"{decoded / decode_seconds:.1f} tokens/s"))
     elif firsts:
-        lines.append(
-            f"time to first token {firsts[len(firsts) // 2] * 1000:.0f} ms (median), "
-            f"{firsts[-1] * 1000:.0f} ms (largest)"
-        )
-        lines.append(f"throughput         {generated / wall_seconds:.1f} generated tokens/s")
-    lines.append(f"preemptions        {preemptions}")
-    lines.append(f"wall time          {wall_seconds:.2f} s")
-    return lines
+        median, largest = median_of(firsts) * 1000, firsts[-1] * 1000
+        rows.append(("time to first token", f"{median:.0f} ms (median), {largest:.0f} ms (largest)"))
+        rows.append(("throughput", f"{generated / wall_seconds:.1f} generated tokens/s"))
+    rows.append(("preemptions", f"{preemptions}"))
+    rows.append(("wall time", f"{wall_seconds:.2f} s, without loading"))
+    return [f"{name:21}{value}" for name, value in rows]

@@ -42,7 +42,7 @@ def download_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield announce
         return
     columns = (TextColumn("fetching {task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=_CONSOLE, transient=True) as bar:
+    with Progress(*columns, console=_CONSOLE, transient=True, redirect_stdout=False) as bar:
         tasks = {}
 
         def update(what: str, done: int, total: int) -> None:
@@ -60,6 +60,6 @@ def prompt_progress(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda finished: None
         return
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=_CONSOLE, transient=True) as bar:
+    with Progress(*columns, console=_CONSOLE, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("generating", total=total)
         yield lambda finished: bar.update(task, completed=finished)

@@ -7,6 +7,12 @@ with LLM() as llm:
     print(output.outputs[0].text)
 """
 
+from pathlib import Path as _Path
+
+if not (_Path(__file__).parent / "core").is_dir():
+    # In a clone the sub-packages' folders lie beside this one, not in it.
+    __path__.append(str(_Path(__file__).parent.parent))
+
 from mvllm.core.config import EngineConfig
 from mvllm.core.errors import (
     BackendUnavailable,

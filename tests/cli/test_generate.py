@@ -115,27 +115,54 @@ def test_json_lines_of_prompts_may_override_sampling(model: Path, tmp_path: Path
         ('{"prompt": "a", "messages": []}', "exactly one"),
         ('{"prompt": "a", "colour": 1}', "colour"),
         ('{"prompt": "a"', "not JSON"),
-        ('{"prompt": "a", "temperature": -1}', "temperature"),
     ],
 )
 def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, named: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(line)
     result = run(model, "--prompts", str(path), *SHORT)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert named in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_refused_prompt_of_a_file_keeps_nobody_else_from_being_answered(
+    model: Path, expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    records = [
+        {"id": "cold", "prompt": PROMPT, "temperature": -1},
+        {"id": "long", "prompt": PROMPT * 200},
+        {"id": "fine", "prompt": PROMPT},
+        {"id": "outside", "prompt_token_ids": [10**6]},
+    ]
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    result = run(model, "--prompts", str(path), *SHORT, "--json")
+    assert result.returncode == 1
+    lines = {line["id"]: line for line in map(json.loads, result.stdout.splitlines())}
+    assert list(lines) == ["cold", "long", "fine", "outside"]
+    assert lines["fine"]["text"] == expected
+    for id, named in (("cold", "temperature"), ("long", "context"), ("outside", "vocabulary")):
+        assert named in lines[id]["error"]
+        assert f"prompt {id}: " in result.stderr
+
+
+def test_an_answer_cut_by_the_default_limit_is_said_to_be(model: Path) -> None:
+    cut = run(model, PROMPT, "--raw", "--ignore-eos", "--backend", "reference", "--max-model-len", "40")
+    assert "--max-tokens" in cut.stderr
+    assert "--max-tokens" not in run(model, PROMPT, *SHORT).stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "named"),
     [
-        (["--temperature", "-1"], 1, "temperature"),
-        (["--top-p", "2"], 1, "top_p"),
+        (["--temperature", "-1"], 2, "temperature"),
+        (["--top-p", "2"], 2, "top_p"),
         (["--logit-bias", "nonsense"], 2, "logit-bias"),
-        (["--stop-token-id", "99999"], 1, "99999"),
-        (["--max-model-len", "999999"], 1, "context"),
-        (["--max-num-seqs", "9", "--max-num-batched-tokens", "4"], 1, "max_num_seqs"),
+        (["--stop-token-id", "99999"], 2, "99999"),
+        (["--max-model-len", "999999"], 2, "context"),
+        (["--max-num-seqs", "9", "--max-num-batched-tokens", "4"], 2, "max_num_seqs"),
+        (["--logprobs", "3"], 2, "--json"),
         (["--backend", "quantum"], 2, "quantum"),
         (["--system", "be brief", "--raw"], 2, "--system"),
     ],
