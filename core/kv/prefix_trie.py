@@ -160,7 +160,7 @@ class PrefixTrie:
             if isinstance(parent, str):
                 continue
             if parent not in num_children:
-                raise InvariantViolation(f"block {block_id} is indexed, its parent {parent} is not")
+                raise InvariantViolation(f"T5: block {block_id} is indexed, its parent {parent} is not")
             num_children[parent] += 1
         queued = set(self._leaves)
         for block_id, node in self._nodes.items():

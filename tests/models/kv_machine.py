@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mvllm.core.errors import CapacityError, InvariantViolation
+from mvllm.core.kv.block_pool import BlockState
 from mvllm.core.kv.kv_manager import KvManager
 from mvllm.core.step import Admission, KvCommit, KvGrant, PlannedRow, StepPlan
 from mvllm.core.types import BlockId, RequestId, ceil_div
@@ -230,6 +231,8 @@ class KvManagerMachine(RuleBasedStateMachine):
         for planned in plan.rows:
             row = self.rows[planned.id]
             assert row.num_computed < row.total_limit, "K3: the last token is never cached"
+            num_kept = ceil_div(row.num_computed, self.kv.block_size)
+            assert len(self.kv.table(row.id)) == num_kept, "K5: blocks of rejected drafts are kept"
             self._check_published(row)
             if len(row.tokens) >= row.total_limit:
                 self.kv.release(row.id)
@@ -254,12 +257,20 @@ class KvManagerMachine(RuleBasedStateMachine):
         self.sound = False
         if self.recompute:
             self.kv.check_integrity()  # P1 to P4, T5, T6, K8, K9
+        self._check_sealed()
         self._check_contents()
         self._check_lengths()
         self._check_conservation()
         self._check_probes()
         self._check_keys()
         self.sound = True
+
+    def _check_sealed(self) -> None:
+        """K4: sealed are exactly the blocks all of whose positions are committed and computed."""
+        for row in self.rows.values():
+            num_full = row.num_computed // self.kv.block_size
+            sealed = [self.kv._pool.state(block) is BlockState.SEALED for block in self.kv.table(row.id)]
+            assert sealed == [index < num_full for index in range(len(sealed))], f"K4: {row}"
 
     def _check_contents(self) -> None:
         """K1, K4, K5, K6."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 from mvllm.core.kv.block_pool import BlockPool, BlockState
 from mvllm.core.kv.block_table import BlockTable
@@ -14,8 +15,11 @@ from mvllm.core.kv.grant_check import blocks_needed
 from mvllm.core.kv.kv_manager import KvManager
 from mvllm.core.kv.lookup_memo import LookupMemo
 from mvllm.core.kv.prefix_trie import NodeKey, PrefixTrie
-from mvllm.core.step import KvCommit, KvGrant, StepPlan
+from mvllm.core.step import KvCommit, KvGrant, PlannedRow, StepPlan
 from mvllm.core.types import BlockId, RequestId, TokenId
+
+_OUTSIDE = count()
+"""Something that changes from run to run, as wall time would."""
 
 # --- block pool ----------------------------------------------------------------------------------------
 
@@ -74,6 +78,14 @@ class TwiceOpenedPool(BlockPool):
         opened = super().open(count)
         self._free.extend(opened[-1:])
         return opened
+
+
+class UnorderedPool(BlockPool):
+    """The order of allocation depends on something outside of the pool's history (P9)."""
+
+    def open(self, count: int) -> tuple[BlockId, ...]:
+        opened = super().open(count)
+        return opened[::-1] if next(_OUTSIDE) % 2 else opened
 
 
 class ForgottenFlagPool(BlockPool):
@@ -172,6 +184,14 @@ class MostRecentFirstTrie(PrefixTrie):
         super().touch(block_ids)
 
 
+class OutsideClockTrie(PrefixTrie):
+    """Ages come from a clock that is not the trie's own (T10)."""
+
+    def touch(self, block_ids: Sequence[BlockId]) -> None:
+        self._clock = next(_OUTSIDE) * 7 % 11
+        super().touch(block_ids)
+
+
 class BusyEvictingTrie(PrefixTrie):
     """Evicts leaves that are in use again."""
 
@@ -186,6 +206,25 @@ class ForgottenParentTrie(PrefixTrie):
         queue = list(self._leaves)
         super()._remove(block_id)
         self._leaves = queue
+
+
+class RootFirstTrie(PrefixTrie):
+    """Evicts the beginning of a path before its end."""
+
+    def evict(self, count: int) -> list[BlockId]:
+        for block_id, node in self._nodes.items():
+            if count and node.num_children and isinstance(node.key[0], str) and self._is_idle(block_id):
+                del self._block_by_key[node.key]
+                del self._nodes[block_id]
+                return [block_id]
+        return super().evict(count)
+
+    def _remove(self, block_id: BlockId) -> None:
+        key = self._nodes[block_id].key
+        if isinstance(key[0], str) or key[0] in self._nodes:
+            super()._remove(block_id)
+        else:  # its parent went first
+            del self._nodes[block_id], self._block_by_key[key]
 
 
 class TrustingMemo(LookupMemo):
@@ -232,6 +271,22 @@ class IncompleteBlockManager(KvManager):
                 self._seal(table, index, commit.token_ids)
 
 
+class UnsealedManager(KvManager):
+    """Leaves full blocks OPEN."""
+
+    def _seal(self, table: BlockTable, index: int, token_ids: Sequence[TokenId]) -> None:
+        pass
+
+
+class GenerousManager(KvManager):
+    """Opens a block more than a row needs, if there is one."""
+
+    def _open(self, rows: Sequence[PlannedRow], needs: Sequence[int]) -> KvGrant:
+        spare = self.num_free - sum(needs)
+        more = [needed + (spare > index) for index, needed in enumerate(needs)]
+        return super()._open(rows, more)
+
+
 class UnpublishedManager(KvManager):
     """Seals full blocks, but does not index them."""
 
@@ -247,6 +302,15 @@ class KeptDuplicateManager(KvManager):
         self._pool.seal((block_id,))
         if self._trie.insert(self._key(table, index, token_ids), block_id) == block_id:
             self._pool.index((block_id,))
+
+
+class CanonicalParentManager(KeptDuplicateManager):
+    """A row keeps its own copy of an indexed block, and files its later blocks below the indexed one."""
+
+    def _key(self, table: BlockTable, index: int, token_ids: Sequence[TokenId]) -> NodeKey:
+        start = index * self.block_size
+        above = self._trie.lookup(token_ids, table.salt, start)
+        return above[-1] if above else table.salt, tuple(token_ids[start : start + self.block_size])
 
 
 class DanglingTableManager(KvManager):
@@ -335,6 +399,7 @@ POOL_MUTANTS: tuple[type[BlockPool], ...] = (
     PartialOpenPool,
     OneByOnePool,
     TwiceOpenedPool,
+    UnorderedPool,
     ForgottenFlagPool,
 )
 TRIE_MUTANTS: tuple[type[PrefixTrie], ...] = (
@@ -345,6 +410,7 @@ TRIE_MUTANTS: tuple[type[PrefixTrie], ...] = (
     TouchingLookupTrie,
     GreedyLookupTrie,
     MostRecentFirstTrie,
+    OutsideClockTrie,
     BusyEvictingTrie,
     ForgottenParentTrie,
 )
@@ -359,8 +425,12 @@ MANAGER_MUTANTS: dict[str, type[KvManager]] = {
     "salt ignored": manager_with(trie=SaltIgnoringTrie),
     "evicts blocks in use": manager_with(trie=BusyEvictingTrie),
     "memo trusts a reused block": manager_with(memo=TrustingMemo),
+    "full blocks not sealed": UnsealedManager,
+    "a block too many": GenerousManager,
+    "roots evicted first": manager_with(trie=RootFirstTrie),
     "full blocks not published": UnpublishedManager,
     "duplicate kept": KeptDuplicateManager,
+    "duplicate kept above an indexed block": CanonicalParentManager,
     "duplicate freed, table not rewritten": DanglingTableManager,
     "evicts before it pins": EvictBeforePinManager,
     "preempts before it checks": HastyPreemptManager,

@@ -17,6 +17,7 @@ Array = NDArray[Any]
 
 _apply = penalties.modified_logits
 _keep = sampler.kept_tokens
+_scale = sampler.scaled_logits
 _noise = keyed_noise.gumbel
 _status = sampler.row_status
 _choose = sampler._choose
@@ -112,7 +113,25 @@ def _logprobs_rank_ties_by_falling_id(token: int, logits: Array, sampling: Sampl
     )
 
 
+def _top_k_of_the_whole_vocabulary_drops_the_last(logits: Array, scaled: Array, **filters: Any) -> Array:
+    kept = _keep(logits, scaled, **filters)
+    return kept[:-1] if filters["top_k"] >= len(logits) and len(kept) > 1 else kept
+
+
+def _temperature_is_capped_at_1(logits: Array, temperature: np.float32) -> Array:
+    return _scale(logits, min(temperature, np.float32(1.0)))
+
+
 MUTANTS: dict[str, Mutant] = {
+    "top-k of the whole vocabulary drops the last token": Mutant(
+        sampler,
+        "kept_tokens",
+        _top_k_of_the_whole_vocabulary_drops_the_last,
+        "M3 settings that filter nothing change nothing",
+    ),
+    "temperature is capped at 1": Mutant(
+        sampler, "scaled_logits", _temperature_is_capped_at_1, "M3 shifting and scaling change no token"
+    ),
     "uniform numbers of 24 bits round to 1": Mutant(
         keyed_noise,
         "uniform_from_raw",

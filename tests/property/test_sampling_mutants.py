@@ -25,6 +25,10 @@ def _look_for_it(rule: str, batch: Batch) -> None:
         raise _Caught from error
 
 
+def test_every_rule_is_broken_by_some_planted_bug() -> None:
+    assert {mutant.broken_rule for mutant in MUTANTS.values()} == {*RULES, *LAWS}
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_planted_bug_is_caught(name: str) -> None:
     mutant = MUTANTS[name]
