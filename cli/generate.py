@@ -12,11 +12,14 @@ import click
 
 from mvllm.cli.options import (
     DEFAULT_MAX_TOKENS,
+    backend_from,
+    draft_settings,
     engine_config,
     engine_options,
     model_option,
     sampling_options,
     sampling_params,
+    speculation_options,
 )
 from mvllm.cli.prompts import PromptInput, read_prompt, read_prompt_file
 from mvllm.cli.report import json_error, json_lines, statistics
@@ -39,8 +42,14 @@ from mvllm.llm import LLM, Stream
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per answer.")
 @click.option("--stats", is_flag=True, help="Print timings and counts to standard error.")
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write what every step took to this file, for Chrome, Perfetto and mvllm profile.",
+)
 @sampling_options
 @engine_options
+@speculation_options
 def generate(
     prompt: str | None,
     model: str,
@@ -78,12 +87,14 @@ def _load(model: str, options: dict[str, Any]) -> LLM:
     with download_progress() as progress:
         return LLM(
             model,
-            backend=options.pop("backend"),
+            backend=backend_from(options),
             threads=options.pop("threads"),
             mmap=not options.pop("no_mmap"),
             allow_unknown_pretokenizer=options.pop("allow_unknown_pretokenizer"),
             config=config,
+            trace=options.pop("trace"),
             progress=progress,
+            **draft_settings(options),
         )
 
 
@@ -196,7 +207,7 @@ class _Session:
         return params
 
     def _print_stats(self, outputs: Sequence[RequestOutput], wall_seconds: float) -> None:
-        for line in statistics(outputs, wall_seconds):
+        for line in statistics(outputs, wall_seconds, self._llm.engine.totals.speculation):
             note(line)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from mvllm.backends.mlx.encode import reencoding_errors
 from mvllm.cli.terminal import download_progress, show_log_messages
 from mvllm.core.config import kv_bytes_per_token
 from mvllm.core.load.catalog import ModelStore
@@ -26,9 +28,18 @@ from mvllm.llm import LLM, default_cache_dir
     help="Show memory at this many tokens of context.  [default: the model's]",
 )
 @click.option("--program", is_flag=True, help="Load it and list the program that a step runs.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "cpu", "mlx", "reference"]),
+    default="auto",
+    show_default=True,
+    help="Whose program.",
+)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(model: str, context: int | None, program: bool, tensors: bool, as_json: bool) -> None:
+def inspect(
+    model: str, context: int | None, program: bool, backend: str, tensors: bool, as_json: bool
+) -> None:
     """Show architecture, dimensions, tensor types and memory of MODEL (a path or a name)."""
     with download_progress() as progress:
         path = ModelStore(default_cache_dir()).resolve(model, progress)
@@ -40,7 +51,7 @@ def inspect(model: str, context: int | None, program: bool, tensors: bool, as_js
             for name, format_name, shape, nbytes in checkpoint.tensors
         ]
     if program:
-        facts["program"] = _program(path)
+        facts["program"] = _program(path, backend)
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False, default=str))
     else:
@@ -66,6 +77,7 @@ def _facts(checkpoint: Checkpoint, context: int | None) -> dict[str, Any]:
         "chat_template": checkpoint.text.chat_template is not None,
         "end_tokens": sorted(checkpoint.text.eos_token_ids),
         "tensor_types": _tensor_types(checkpoint),
+        "re_encoded_on_mlx": [asdict(error) for error in reencoding_errors(checkpoint.weights)],
         "weights_bytes": sum(nbytes for _, _, _, nbytes in checkpoint.tensors),
         "kv_bytes": {
             dtype: tokens * kv_bytes_per_token(spec.kv_values_per_token, dtype) for dtype in ("f16", "f32")
@@ -83,9 +95,11 @@ def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
     return {name: {"tensors": counts[name], "bytes": sizes[name]} for name in sorted(counts)}
 
 
-def _program(path: Path) -> str:
+def _program(path: Path, backend: str) -> str:
     show_log_messages()
-    with LLM(path, max_model_len=256, num_kv_blocks=16, allow_unknown_pretokenizer=True) as llm:
+    with LLM(
+        path, backend=backend, max_model_len=256, num_kv_blocks=16, allow_unknown_pretokenizer=True
+    ) as llm:
         return llm.describe_program()
 
 
@@ -93,6 +107,7 @@ def _print(facts: dict[str, Any]) -> None:
     program = facts.pop("program", None)
     tensors = facts.pop("tensors", None)
     types = facts.pop("tensor_types")
+    re_encoded = facts.pop("re_encoded_on_mlx")
     kv, context = facts.pop("kv_bytes"), facts.pop("kv_context")
     weights = facts.pop("weights_bytes")
     for name, value in facts.items():
@@ -100,6 +115,11 @@ def _print(facts: dict[str, Any]) -> None:
     for name, of_type in types.items():
         click.echo(f"  {name:16} {of_type['tensors']:5} tensors {of_type['bytes'] / 2**20:10.1f} MiB")
     click.echo(f"{'weights':18} {weights / 2**20:.1f} MiB")
+    for error in re_encoded:
+        click.echo(
+            f"{'on mlx':18} {error['format_name']} is re-encoded to 8 bits (--mlx-dense keeps it dense): "
+            f"relative error {100 * error['relative_rms']:.2f} % (rms), {error['largest']:.2g} at most"
+        )
     for dtype, nbytes in kv.items():
         click.echo(f"{'kv cache ' + dtype:18} {nbytes / 2**20:.1f} MiB at {context} tokens")
     for tensor in tensors or ():

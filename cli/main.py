@@ -14,9 +14,11 @@ import click
 from mvllm.core.errors import ConfigError, MvllmError
 
 _COMMANDS = {
+    "compare": "mvllm.cli.compare:compare",
     "generate": "mvllm.cli.generate:generate",
     "inspect": "mvllm.cli.inspect:inspect",
     "models": "mvllm.cli.models:models",
+    "profile": "mvllm.cli.profile:profile",
 }
 
 

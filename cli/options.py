@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
+from mvllm.backends.mlx.options import MlxOptions
+from mvllm.backends.registry import create_backend
 from mvllm.core.config import EngineConfig
 from mvllm.core.load.catalog import DEFAULT_MODEL
 from mvllm.core.request import SamplingParams
+from mvllm.core.spec.adaptive_length import DEFAULT_ADAPTIVE_MAX
+from mvllm.core.spec.draft_length import DEFAULT_LENGTH, DEFAULT_MAX_LENGTH
+from mvllm.core.spec.length_policies import POLICIES
+from mvllm.core.tensor import Backend
+from mvllm.speculation import DraftSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -80,10 +88,36 @@ engine_options = _apply(
     [
         click.option(
             "--backend",
-            type=click.Choice(["auto", "cpu", "reference"]),
+            type=click.Choice(["auto", "cpu", "mlx", "reference"]),
             default="auto",
             show_default=True,
-            help="Where to compute.",
+            help="Where to compute; auto: mlx where there is Metal, else cpu.",
+        ),
+        click.option(
+            "--exact",
+            is_flag=True,
+            help="mlx: compute every token apart, so that no answer depends on the batch; slow. "
+            "The other backends do so anyway.",
+        ),
+        click.option(
+            "--mlx-dense",
+            is_flag=True,
+            help="mlx: keep dense what MLX has no exact format for (Q6_K), instead of re-encoding it.",
+        ),
+        click.option(
+            "--mlx-activations",
+            type=click.Choice(["f32", "f16", "bf16"]),
+            default="f32",
+            show_default=True,
+            help="mlx: type of activations and dense weights.",
+        ),
+        click.option(
+            "--mlx-rows-apart",
+            type=int,
+            default=0,
+            show_default=True,
+            metavar="ROWS",
+            help="mlx: make products of at most this many rows row by row; 0: none.",
         ),
         click.option("--threads", type=int, help="Worker threads; by default all this process may use."),
         click.option(
@@ -99,7 +133,7 @@ engine_options = _apply(
         click.option("--kv-cache-bytes", type=int, help="Size of the KV pool in bytes."),
         click.option(
             "--kv-dtype",
-            type=click.Choice(["auto", "f32", "f16"]),
+            type=click.Choice(["auto", "f32", "f16", "bf16"]),
             help="Type of keys and values.  [default: auto]",
         ),
         click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt anew."),
@@ -126,6 +160,40 @@ engine_options = _apply(
     ]
 )
 
+speculation_options = _apply(
+    [
+        click.option(
+            "--drafter",
+            type=click.Choice(["ngram", "model"]),
+            help="Draft tokens for the model to verify: looked up in the text, or by --draft-model. "
+            "Changes speed, never the answer.",
+        ),
+        click.option(
+            "--draft-model", metavar="MODEL", help="A smaller model of the same family to draft with."
+        ),
+        click.option(
+            "--draft-length",
+            type=int,
+            metavar="TOKENS",
+            help="Most tokens drafted at a time; with --draft-policy fixed, always so many.  "
+            f"[default: {DEFAULT_ADAPTIVE_MAX} (adaptive), {DEFAULT_LENGTH} (fixed), {DEFAULT_MAX_LENGTH}]",
+        ),
+        click.option(
+            "--draft-policy",
+            type=click.Choice(POLICIES),
+            help="How many tokens are drafted; adaptive: as many as pay, down to none.  [default: adaptive]",
+        ),
+        click.option(
+            "--draft-backend",
+            type=click.Choice(["auto", "cpu", "mlx", "reference"]),
+            help="Where the draft model runs; by default where the model does.",
+        ),
+        click.option(
+            "--draft-kv-cache-bytes", type=int, help="Size of the draft model's own KV pool in bytes."
+        ),
+    ]
+)
+
 _ENGINE_FIELDS = (
     "max_model_len",
     "max_num_seqs",
@@ -144,6 +212,26 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     given = {name: options.pop(name) for name in _ENGINE_FIELDS}
     chosen = {name: value for name, value in given.items() if value is not None}
     return EngineConfig(enable_prefix_caching=not options.pop("no_prefix_caching"), **chosen)
+
+
+def draft_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `LLM` that the speculation options stand for. Takes them out of `options`."""
+    return {field.name: options.pop(field.name) for field in fields(DraftSettings)}
+
+
+def backend_from(options: dict[str, Any]) -> Backend:
+    """The backend that was asked for. Takes its fields out of `options`.
+
+    Raises:
+        BackendUnavailable: it can't run here.
+    """
+    mlx = MlxOptions(
+        exact=options.pop("exact"),
+        dense=options.pop("mlx_dense"),
+        activations=options.pop("mlx_activations"),
+        rows_apart=options.pop("mlx_rows_apart"),
+    )
+    return create_backend(options.pop("backend"), threads=options["threads"], mlx=mlx)
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median as median_of
 
+from mvllm.core.engine.statistics import SpeculationTotals
 from mvllm.core.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from mvllm.core.types import TokenId
 
@@ -74,7 +75,9 @@ def _token_fields(token: TokenId, value: Logprob) -> dict[str, object]:
     }
 
 
-def statistics(outputs: Sequence[RequestOutput], wall_seconds: float) -> list[str]:
+def statistics(
+    outputs: Sequence[RequestOutput], wall_seconds: float, speculation: SpeculationTotals | None = None
+) -> list[str]:
     """Lines for --stats. Rates are over all prompts together."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
@@ -102,4 +105,26 @@ def statistics(outputs: Sequence[RequestOutput], wall_seconds: float) -> list[st
         rows.append(("throughput", f"{generated / wall_seconds:.1f} generated tokens/s"))
     rows.append(("preemptions", f"{preemptions}"))
     rows.append(("wall time", f"{wall_seconds:.2f} s, without loading"))
+    if speculation is not None:
+        rows += _speculation_rows(speculation)
     return [f"{name:21}{value}" for name, value in rows]
+
+
+def _speculation_rows(totals: SpeculationTotals) -> list[tuple[str, str]]:
+    rows = [
+        ("drafts", f"{totals.num_proposed} proposed, {totals.num_accepted} accepted"),
+        ("acceptance", f"{totals.acceptance_rate:.1%}"),
+        ("tokens per pass", f"{totals.tokens_per_pass:.2f} ({totals.num_passes} passes of the model)"),
+        ("draft lengths", _histogram(totals.proposed_lengths)),
+        ("accepted lengths", _histogram(totals.accepted_lengths)),
+        ("drafting", f"{totals.draft_seconds:.2f} s"),
+        ("verifying", f"{totals.verify_seconds:.2f} s"),
+    ]
+    if totals.switched_off is not None:
+        rows.append(("drafting ended", totals.switched_off))
+    return rows
+
+
+def _histogram(counts: Mapping[int, int]) -> str:
+    """Each length with the number of passes that had it."""
+    return ", ".join(f"{length}: {counts[length]}" for length in sorted(counts)) or "none"

@@ -35,10 +35,11 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     admission: AdmissionPolicy = "optimistic"
     policy: PrefillPolicy = "fcfs"  # whose prompt gets a step's spare tokens
+    max_step_drafts: int = 64  # drafted tokens per step, all rows together; each has logits of its own
     check_integrity: bool = False  # re-verify all state after each step; slow
 
     def __post_init__(self) -> None:
-        positive = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+        positive = ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_step_drafts")
         optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes")
         for name in positive + optional:
             value = getattr(self, name)
@@ -75,11 +76,22 @@ class ResolvedConfig:
     enable_prefix_caching: bool
     admission: AdmissionPolicy
     policy: PrefillPolicy
+    max_step_drafts: int  # 0 without speculation
     check_integrity: bool
+
+    @property
+    def max_logit_rows(self) -> int:
+        """Most tokens drawn in one step: one of each row, and one after each draft."""
+        return self.max_num_seqs + self.max_step_drafts
 
 
 def resolve(
-    config: EngineConfig, *, model_context: int, kv_bytes_per_token: int, kv_dtype: str
+    config: EngineConfig,
+    *,
+    model_context: int,
+    kv_bytes_per_token: int,
+    kv_dtype: str,
+    speculates: bool = False,
 ) -> ResolvedConfig:
     """Complete `config` for a model.
 
@@ -87,6 +99,7 @@ def resolve(
         model_context: the model's own context length, tokens.
         kv_bytes_per_token: KV bytes per position over all layers, in `kv_dtype`.
         kv_dtype: the type that "auto" stands for on the chosen backend, or the one asked for.
+        speculates: whether the engine will draft; if not, no memory is set aside for the logits of drafts.
 
     Raises:
         ConfigError: a context longer than the model's, or a pool without a single block or beyond MAX_SLOTS.
@@ -124,6 +137,7 @@ def resolve(
         enable_prefix_caching=config.enable_prefix_caching,
         admission=config.admission,
         policy=config.policy,
+        max_step_drafts=min(config.max_step_drafts, config.max_num_batched_tokens) if speculates else 0,
         check_integrity=config.check_integrity,
     )
 

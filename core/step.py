@@ -186,6 +186,8 @@ class RowDecision:
     id: RequestId
     num_computed: int  # c(r) after the step
     new_token_ids: tuple[TokenId, ...] = ()
+    num_drafts: int = 0  # that the target computed
+    num_accepted: int = 0  # leading new tokens that had been drafted
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -226,6 +228,8 @@ class StepStats:
     num_rows: int
     num_prefill_tokens: int
     num_output_tokens: int
+    num_drafts: int  # draft positions computed; num_tokens contains them
+    num_accepted: int  # of these, tokens that became output
     num_cached_tokens: int
     num_preemptions: int
     num_running: int

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mvllm.core.model.spec import Activation, ModelSpec
 from mvllm.core.step import ForwardBatch, StepOutput
+from mvllm.core.trace import Trace
 from mvllm.core.types import BlockId
 
 Handle = TypeVar("Handle")
@@ -188,6 +189,9 @@ class Model(ABC):
     @abstractmethod
     def describe(self) -> str:
         """The program or graph that a step runs, for `mvllm inspect --program`."""
+
+    def trace_to(self, trace: Trace) -> None:
+        """Tell `trace` what the parts of every later `step` took, where the backend can tell them apart."""
 
     @property
     @abstractmethod

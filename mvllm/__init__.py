@@ -34,6 +34,7 @@ from mvllm.core.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from mvllm.core.spec.drafter import Drafter, DraftRow
 from mvllm.llm import LLM, Stream, StreamChunk
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "DownloadError",
+    "DraftRow",
+    "Drafter",
     "EngineClosed",
     "EngineConfig",
     "InvariantViolation",

@@ -27,6 +27,9 @@ from mvllm.core.load.catalog import DEFAULT_MODEL, ModelStore, Progress, no_prog
 from mvllm.core.load.checkpoint import load_checkpoint
 from mvllm.core.load.contents import Checkpoint
 from mvllm.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from mvllm.core.spec.draft_length import DraftLengthPolicy
+from mvllm.core.spec.drafter import Drafter
+from mvllm.core.spec.speculation import Speculation
 from mvllm.core.step import Event, TokensOut
 from mvllm.core.tensor import Backend, KvGeometry, Model
 from mvllm.core.text.chat_messages import Message
@@ -34,6 +37,7 @@ from mvllm.core.text.chat_template import ChatTemplate
 from mvllm.core.text.detokenizer import Detokenizer
 from mvllm.core.text.stop import stop_token_ids_for
 from mvllm.core.text.tokenizer import Tokenizer
+from mvllm.core.trace import NO_TRACE, FileTrace
 from mvllm.core.types import TokenId
 from mvllm.prompts import (
     EncodedPrompt,
@@ -43,6 +47,7 @@ from mvllm.prompts import (
     encode_prompts,
     params_by_prompt,
 )
+from mvllm.speculation import DrafterName, DraftModel, DraftSettings
 
 
 def default_cache_dir() -> Path | None:
@@ -113,6 +118,17 @@ class LLM:
         progress: called during a download.
         allow_unknown_pretokenizer: load a GGUF file whose pre-tokenizer is not known, at the risk of wrong
             token ids.
+        trace: file to write a trace to, with every step, its stages and the instructions of the backend, for
+            Chrome, Perfetto and `mvllm profile` (docs/trace.md). It is complete once the LLM is closed.
+        draft_model: a smaller model of the same family, named like `model`, that drafts tokens for it.
+        drafter: "ngram" looks drafts up in prompt and output, "model" asks `draft_model` (which says so
+            alone), or a `Drafter` object of your own, closed with the LLM. Drafting changes speed, never the
+            tokens (docs/speculation.md).
+        draft_length: most tokens drafted at a time; with the policy "fixed", always so many.
+        draft_policy: "adaptive" (default: drafts only as far as it pays), "fixed", "acceptance-rate",
+            "accepted-length", or a `DraftLengthPolicy` object.
+        draft_backend: where the draft model runs; None: where the model does.
+        draft_kv_cache_bytes: size of the draft model's own KV pool; None: chosen as for the model.
 
     Raises:
         ModelFileError, DownloadError, BackendUnavailable, ConfigError: the message says what to do.
@@ -129,17 +145,38 @@ class LLM:
         cache_dir: Path | None = None,
         progress: Progress = no_progress,
         allow_unknown_pretokenizer: bool = False,
+        trace: str | Path | None = None,
+        draft_model: str | Path | None = None,
+        drafter: DrafterName | Drafter | None = None,
+        draft_length: int | None = None,
+        draft_policy: str | DraftLengthPolicy | None = None,
+        draft_backend: str | Backend | None = None,
+        draft_kv_cache_bytes: int | None = None,
         **engine_settings: Any,
     ) -> None:
         asked = _join_config(config, engine_settings)
-        path = ModelStore(cache_dir or default_cache_dir()).resolve(str(model), progress)
+        self._trace = NO_TRACE if trace is None else FileTrace(Path(trace), time.perf_counter_ns)
+        drafting = DraftSettings(
+            drafter, draft_model, draft_length, draft_policy, draft_backend, draft_kv_cache_bytes
+        )
+        store = ModelStore(cache_dir or default_cache_dir())
+        path = store.resolve(str(model), progress)
         self.checkpoint: Checkpoint = load_checkpoint(path, mmap=mmap)
         self.tokenizer = Tokenizer.from_assets(
             self.checkpoint.text, allow_unknown_pretokenizer=allow_unknown_pretokenizer
         )
         self.backend = backend if isinstance(backend, Backend) else create_backend(backend, threads=threads)
-        self.config = self._resolve_config(asked)
+        self.config = self._resolve_config(asked, speculates=drafting.wanted)
+        draft = None
+        if draft_model is not None:
+            draft = DraftModel.fitting(
+                self.checkpoint,
+                load_checkpoint(store.resolve(str(draft_model), progress), mmap=mmap),
+                self._draft_backend(draft_backend, threads),
+            )
         self._model = self._load_model()
+        self._model.trace_to(self._trace)
+        speculation = self._load_speculation(drafting, draft)
         detokenizers = {skip: Detokenizer(self.tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self._shared = SharedEngine(
             Engine(
@@ -147,6 +184,8 @@ class LLM:
                 self.config,
                 vocab_size=self.checkpoint.spec.vocab_size,
                 text=lambda params: detokenizers[params.skip_special_tokens],
+                speculation=speculation,
+                trace=self._trace,
                 clock=time.perf_counter,
             ),
             undisturbed=HoldInterrupts,
@@ -220,6 +259,7 @@ class LLM:
     def close(self) -> None:
         """End every request and release threads and memory; idempotent."""
         self._shared.close()
+        self._trace.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -236,7 +276,12 @@ class LLM:
         """Made at the first chat: a model may have no template, or a broken one, and still complete text."""
         return ChatTemplate(self.tokenizer, self.checkpoint.text)
 
-    def _resolve_config(self, asked: EngineConfig) -> ResolvedConfig:
+    def _draft_backend(self, wanted: str | Backend | None, threads: int | None) -> Backend:
+        if wanted is None:
+            return self.backend
+        return wanted if isinstance(wanted, Backend) else create_backend(wanted, threads=threads)
+
+    def _resolve_config(self, asked: EngineConfig, *, speculates: bool) -> ResolvedConfig:
         spec = self.checkpoint.spec
         reason = self.backend.unsupported(spec, self.checkpoint.weights)
         if reason is not None:
@@ -250,6 +295,7 @@ class LLM:
             model_context=spec.context_length,
             kv_bytes_per_token=kv_bytes_per_token(spec.kv_values_per_token, kv_dtype),
             kv_dtype=kv_dtype,
+            speculates=speculates,
         )
 
     def _load_model(self) -> Model:
@@ -260,7 +306,7 @@ class LLM:
             max_context=config.max_model_len,
             max_batch_tokens=config.max_num_batched_tokens,
             max_batch_rows=config.max_num_seqs,
-            max_logit_rows=config.max_num_seqs,
+            max_logit_rows=config.max_logit_rows,
             dtype=config.kv_dtype,
         )
         try:
@@ -271,6 +317,16 @@ class LLM:
                 f"{config.num_kv_blocks} KV blocks of {config.block_size} ({error}); "
                 "set max_model_len or kv_cache_bytes lower"
             ) from error
+
+    def _load_speculation(self, drafting: DraftSettings, draft: DraftModel | None) -> Speculation | None:
+        try:
+            if draft is None:
+                return drafting.speculation(None)
+            end_token_ids = self.checkpoint.text.eos_token_ids
+            return drafting.speculation(draft.load(self.config, end_token_ids, drafting.draft_kv_cache_bytes))
+        except BaseException:
+            self._model.close()
+            raise
 
     def _prepare(
         self, prompt: EncodedPrompt, params: SamplingParams

@@ -25,6 +25,7 @@ class SchedulerLimits:
     num_blocks: int
     admission: str = "optimistic"
     policy: str = "fcfs"
+    max_step_drafts: int | None = None
 
     def scheduler(self) -> Scheduler:
         return Scheduler(**asdict(self))
@@ -41,6 +42,7 @@ def scheduler_limits(draw: st.DrawFn) -> SchedulerLimits:
         num_blocks=draw(st.integers(2, 12)),
         admission=draw(st.sampled_from(["optimistic", "optimistic", "reserve"])),
         policy=draw(st.sampled_from(sorted(POLICIES))),
+        max_step_drafts=draw(st.sampled_from([None, 3, 1, 0])),
     )
 
 

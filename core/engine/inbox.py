@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from mvllm.core.batch.sampling_row import SamplingRow
 from mvllm.core.engine.request_text import RequestText
-from mvllm.core.engine.sampling_row import SamplingRow
 from mvllm.core.errors import ConfigError, EngineClosed
 from mvllm.core.request import Request
 from mvllm.core.types import RequestId

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from mvllm.core.batch.row_sampling import RowSampling
+from mvllm.core.batch.sampling_row import SamplingRow
+from mvllm.core.batch.token_counts import TokenCounts
 from mvllm.core.engine.request_text import RequestText
-from mvllm.core.engine.sampling_row import SamplingRow
-from mvllm.core.engine.token_counts import TokenCounts
 from mvllm.core.errors import InvariantViolation
 from mvllm.core.request import Phase, Request
 from mvllm.core.step import RowDecision
@@ -24,11 +25,10 @@ class RequestState:
 
     request: Request
     arrival: int  # position in the order of submission
-    sampling: SamplingRow
+    sampling: RowSampling  # with the counts of its tokens so far, if it has penalties
     token_ids: list[TokenId]  # prompt and output
     waiting_token_ids: tuple[TokenId, ...]  # the tokens it waits with; of no meaning while it runs
     text: RequestText | None
-    counts: TokenCounts | None  # of requests with penalties only
     phase: Phase = Phase.WAITING
     num_computed: int = 0
     num_cached_tokens: int | None = None  # of the first admission; None before it
@@ -91,11 +91,14 @@ class RequestTable:
         state = RequestState(
             request=request,
             arrival=self._arrivals,
-            sampling=sampling,
+            sampling=RowSampling(
+                sampling,
+                TokenCounts(request.prompt_token_ids) if sampling.has_penalties else None,
+                len(request.prompt_token_ids),
+            ),
             token_ids=list(request.prompt_token_ids),
             waiting_token_ids=request.prompt_token_ids,
             text=text,
-            counts=TokenCounts(request.prompt_token_ids) if sampling.has_penalties else None,
         )
         self._arrivals += 1
         self._live[request.id] = state
@@ -151,8 +154,8 @@ class RequestTable:
         state.num_computed = decision.num_computed
         state.token_ids.extend(decision.new_token_ids)
         state.text = text
-        if state.counts is not None:
-            state.counts.add_output(decision.new_token_ids)
+        if state.sampling.counts is not None:
+            state.sampling.counts.add_output(decision.new_token_ids)
         return state
 
     def finish(self, id: RequestId, phase: Phase) -> RequestState:
@@ -196,7 +199,8 @@ class RequestTable:
         ok = ok and state.num_output_tokens < state.request.max_tokens
         ok = ok and (state.phase is Phase.RUNNING or state.num_computed == 0)
         ok = ok and tuple(state.token_ids[: state.num_prompt_tokens]) == state.request.prompt_token_ids
-        ok = ok and (state.counts is None or state.counts.matches(state.request.prompt_token_ids, output))
+        counts = state.sampling.counts
+        ok = ok and (counts is None or counts.matches(state.request.prompt_token_ids, output))
         if not ok:
             raise InvariantViolation(f"the state of request {state.id!r} is inconsistent: {state}")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from mvllm.core.engine.collector import OutputCollector
 from mvllm.core.engine.engine import Engine
+from mvllm.core.errors import EngineClosed
 from mvllm.core.request import Request
 from mvllm.core.step import Event
 from mvllm.core.types import RequestId
@@ -16,6 +19,10 @@ from mvllm.core.types import RequestId
 
 class SharedEngine:
     """Owns the engine and the collectors of the requests in it; every method may be called by any thread.
+
+    A forked child may go on with an engine that was idle when its process forked. One that was at work in
+    another thread is of no use there, since that thread is missing: the methods that need it raise
+    EngineClosed.
 
     Args:
         undisturbed: makes a context manager that keeps interrupts out of its body, so that none leaves a
@@ -34,6 +41,8 @@ class SharedEngine:
         self._events: dict[str, deque[Event]] = {}  # by group, of those who want them one by one
         self._abandoned: deque[OutputCollector] = deque()
         self._lock = threading.Lock()
+        self._is_torn = False  # whether the process forked from one in which a call was under way
+        _shared_engines.add(self)
 
     def submit(
         self, requests: Sequence[Request], collector: OutputCollector, *, keep_events: bool = False
@@ -43,7 +52,7 @@ class SharedEngine:
         Raises:
             RequestRejected, ConfigError, EngineClosed: the engine refuses one of them.
         """
-        with self._undisturbed(), self._lock:
+        with self._alone():
             self._drop_abandoned()
             submitted: list[RequestId] = []
             try:
@@ -66,7 +75,7 @@ class SharedEngine:
         Raises:
             EngineClosed: the engine was closed, or closed itself.
         """
-        with self._undisturbed(), self._lock:
+        with self._alone():
             self._drop_abandoned()
             if all(collector.finished for collector in collectors):
                 return
@@ -78,14 +87,14 @@ class SharedEngine:
 
     def take_event(self, collector: OutputCollector) -> Event | None:
         """The oldest event kept for a group that has not been taken yet."""
-        with self._undisturbed(), self._lock:
+        with self._alone():
             events = self._events.get(collector.group_id)
             return events.popleft() if events else None
 
     def forget(self, collector: OutputCollector) -> None:
         """Cancel what still runs of a group, so that its collector is finished, and drop all record of it;
         idempotent."""
-        with self._undisturbed(), self._lock:
+        with self._alone():
             self._drop(collector)
 
     def abandon(self, collector: OutputCollector) -> None:
@@ -93,9 +102,30 @@ class SharedEngine:
         self._abandoned.append(collector)
 
     def close(self) -> None:
-        """Close the engine; idempotent."""
+        """Close the engine; idempotent. In a child that can't use it there is nothing to close."""
+        if not self._is_torn:
+            with self._alone():
+                self.engine.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads and interrupts out.
+
+        Raises:
+            EngineClosed: the state is half changed, because the process forked in the middle of a change.
+        """
+        if self._is_torn:
+            raise EngineClosed(
+                "this process was forked while another thread was using the engine; fork when it is idle, or "
+                'start processes with "spawn"'
+            )
         with self._undisturbed(), self._lock:
-            self.engine.close()
+            yield
+
+    def begin_in_child(self) -> None:
+        """Called in a child process just forked, before anything else there."""
+        self._is_torn |= self._lock.locked()
+        self._lock = threading.Lock()
 
     def _step(self) -> None:
         for event in self.engine.step():
@@ -115,3 +145,15 @@ class SharedEngine:
             if self._collectors.pop(id, None) is not None:
                 self.engine.cancel(id)
         collector.cancel()
+
+
+_shared_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    for engine in list(_shared_engines):
+        engine.begin_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)

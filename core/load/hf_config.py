@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from mvllm.core.load.assemble import ATTENTION_BIASES, HEAD_NORMS, MLP_BIASES, Dimensions, Slots
+from mvllm.core.load.mlx_quantization import Quantization, read_quantization
 from mvllm.core.load.rope import rope_from_config
 from mvllm.core.load.settings import MAX_CONTEXT, Settings
 from mvllm.core.model.spec import Activation, LayerSpec, ModelSpec
@@ -48,6 +49,7 @@ class HfConfig:
     slots: Slots
     tied: bool
     spec: ModelSpec
+    quantization: Quantization | None
 
 
 def read_config(config: Settings) -> HfConfig:
@@ -59,10 +61,6 @@ def read_config(config: Settings) -> HfConfig:
     name = config.text("model_type")
     if name not in MODEL_TYPES:
         raise config.error(f"unsupported model_type {name!r}; supported: {', '.join(MODEL_TYPES)}")
-    if config.get("quantization") is not None or config.get("quantization_config") is not None:
-        raise config.error(
-            "quantized safetensors are not supported; use the original checkpoint or a GGUF file"
-        )
     model_type = MODEL_TYPES[name]
     dimensions = _dimensions(config, model_type)
     tied = bool(config.flag("tie_word_embeddings"))
@@ -83,7 +81,8 @@ def read_config(config: Settings) -> HfConfig:
         activation=_activation(config),
         tied_head=tied,
     )
-    return HfConfig(dimensions, Slots(required=_slots(config, model_type)), tied, spec)
+    slots = Slots(required=_slots(config, model_type))
+    return HfConfig(dimensions, slots, tied, spec, read_quantization(config))
 
 
 def _dimensions(config: Settings, model_type: _ModelType) -> Dimensions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from mvllm.core.errors import ModelFileError
@@ -12,9 +13,16 @@ from mvllm.core.load.contents import Checkpoint, TensorInfo
 from mvllm.core.load.hf_config import read_config
 from mvllm.core.load.hf_text import generation_defaults, read_generation_config, read_text_assets
 from mvllm.core.load.json_files import read_json_object
-from mvllm.core.load.safetensors import SafeTensor, UnsupportedTensor, find_weight_files, read_shards
+from mvllm.core.load.mlx_quantization import Quantization, join_quantized
+from mvllm.core.load.safetensors import (
+    PackedCodes,
+    SafeTensor,
+    UnsupportedTensor,
+    find_weight_files,
+    read_shards,
+)
 from mvllm.core.load.settings import Settings
-from mvllm.core.load.weights import DENSE_DTYPES, HostWeight
+from mvllm.core.load.weights import DENSE_DTYPES, AffineWeight, HostWeight
 
 _LINEARS = {
     **{"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"},
@@ -34,6 +42,10 @@ _NAMING = Naming(
 )
 
 
+_BODY = ("embed_tokens.", "layers.", "norm.")
+"""Tensors of the body of a model, whose prefix "model." some tools leave away."""
+
+
 def load_hf_model(folder: Path, *, mmap: bool = True) -> Checkpoint:
     """Load a checkpoint in Hugging Face form; weights stay views of the files.
 
@@ -48,7 +60,7 @@ def load_hf_model(folder: Path, *, mmap: bool = True) -> Checkpoint:
     settings = Settings(str(folder / "config.json"), values)
     config = read_config(settings)
     files = find_weight_files(folder)
-    tensors = read_shards(files, mmap=mmap)
+    tensors = _named(folder, read_shards(files, mmap=mmap), config.quantization)
     weights = assemble(
         _only_weights(folder, tensors),
         _NAMING,
@@ -74,10 +86,32 @@ def load_hf_model(folder: Path, *, mmap: bool = True) -> Checkpoint:
     )
 
 
-def _only_weights(folder: Path, tensors: Mapping[str, SafeTensor]) -> dict[str, HostWeight]:
+def _named(
+    folder: Path, tensors: Mapping[str, SafeTensor], quantization: Quantization | None
+) -> dict[str, SafeTensor | AffineWeight]:
+    """The tensors under the names of `_NAMING`, each quantized matrix as one."""
+    renamed: dict[str, SafeTensor] = {}
+    for name, tensor in tensors.items():
+        known = f"model.{name}" if name.startswith(_BODY) else name
+        if known in renamed:
+            raise ModelFileError(
+                f"{folder}: tensors {known!r} and {known.removeprefix('model.')!r} are the same"
+            )
+        renamed[known] = replace(tensor, name=known)
+    if quantization is None:
+        return dict(renamed)
+    return join_quantized(str(folder), renamed, quantization)
+
+
+def _only_weights(folder: Path, tensors: Mapping[str, SafeTensor | AffineWeight]) -> dict[str, HostWeight]:
     """The tensors of supported types; one of another type must be known to be harmless."""
     weights: dict[str, HostWeight] = {}
     for name, tensor in tensors.items():
+        if isinstance(tensor, PackedCodes):
+            raise ModelFileError(
+                f"{folder}: tensor {name!r} is quantized (U32), but it has no scales beside it, or "
+                "config.json has no section quantization"
+            )
         if not isinstance(tensor, UnsupportedTensor):
             weights[name] = tensor
         elif not _NAMING.harmless.fullmatch(name):

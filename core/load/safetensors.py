@@ -41,7 +41,26 @@ class UnsupportedTensor:
     nbytes: int
 
 
-SafeTensor = DenseWeight | UnsupportedTensor
+@dataclass(frozen=True, eq=False)
+class PackedCodes:
+    """A matrix of uint32: the codes of a quantized weight, whose scales are another tensor."""
+
+    name: str
+    stored: NDArray[np.uint32]  # [N, words per row]
+    format_name: str = "U32"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, words = self.stored.shape
+        return rows, words
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.stored.nbytes
+
+
+SafeTensor = DenseWeight | PackedCodes | UnsupportedTensor
 
 
 def read_safetensors(path: Path, *, mmap: bool = True) -> dict[str, SafeTensor]:
@@ -112,6 +131,9 @@ def _check_cover(path: Path, spans: list[tuple[int, int, str]], body_bytes: int)
 
 
 def _view(name: str, format_name: str, shape: tuple[int, ...], raw: NDArray[np.uint8]) -> SafeTensor:
+    if format_name == "U32" and len(shape) == 2 and 0 not in shape:
+        words = raw.view("<u4").reshape(shape)
+        return PackedCodes(name, np.require(words, requirements="A"))
     dtype = DENSE_DTYPES.get(format_name)
     if dtype is None or not shape or 0 in shape:
         return UnsupportedTensor(name, format_name, shape, raw.size)

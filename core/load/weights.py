@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mvllm.core.load.mlx_format import unpack_stream
 from mvllm.core.load.quantized import FactoredGroups, QuantFormat, dequantize, unpack
 
 _ROWS_AT_ONCE = 1024  # bounds the temporaries of a whole-matrix conversion
@@ -47,16 +48,11 @@ class DenseWeight:
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows (or vector elements) [start, stop), exactly widened: a fresh array."""
-        return self._widen(self.stored_rows(start, stop))
+        return _widen(self.stored_rows(start, stop))
 
     def to_float32(self) -> NDArray[np.float32]:
         """Exact values, as a fresh array of `shape`."""
         return self.rows(0, self.shape[0])
-
-    def _widen(self, values: NDArray[Any]) -> NDArray[np.float32]:
-        if self.format_name == "BF16":
-            return (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,14 +95,73 @@ class QuantizedWeight:
 
     def to_float32(self) -> NDArray[np.float32]:
         """Exact values, as a fresh array of `shape`."""
-        values = np.empty(self.shape, np.float32)
-        for start in range(0, self.shape[0], _ROWS_AT_ONCE):
-            stop = min(start + _ROWS_AT_ONCE, self.shape[0])
-            values[start:stop] = self.rows(start, stop)
-        return values
+        return _all_rows(self)
 
 
-HostWeight = DenseWeight | QuantizedWeight
+@dataclass(frozen=True, eq=False)
+class AffineWeight:
+    """A matrix of affine groups as MLX stores it: codes, scales and biases apart (see `mlx_format`).
+
+    `row_order` renames rows: row i of the weight is row `row_order[i]` of the three arrays.
+    """
+
+    name: str
+    format: QuantFormat
+    stored: NDArray[np.uint32]  # [N, K * bits / 32] codes
+    scales: NDArray[Any]  # [N, K / group_size] float32, float16, or uint16 with bfloat16's bits
+    biases: NDArray[Any]  # [N, K / group_size] of the same type
+    row_order: NDArray[np.intp] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.scales), self.scales.shape[1] * self.format.group_size
+
+    @property
+    def format_name(self) -> str:
+        return self.format.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.stored.nbytes + self.scales.nbytes + self.biases.nbytes
+
+    def unpack(self, start: int, stop: int) -> FactoredGroups:
+        """Affine groups of rows [start, stop)."""
+        codes = _rows(self.stored, self.row_order, start, stop)
+        return FactoredGroups(
+            self.format,
+            q=unpack_stream(codes.view(np.uint8), self.format.bits),
+            super_scale=_widen(_rows(self.scales, self.row_order, start, stop)),
+            sub_scale=None,
+            super_bias=_widen(_rows(self.biases, self.row_order, start, stop)),
+            sub_bias=None,
+        )
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Exact values of rows [start, stop): a fresh array. Those of `mx.dequantize` with float32 scales."""
+        return dequantize(self.unpack(start, stop))
+
+    def to_float32(self) -> NDArray[np.float32]:
+        """Exact values, as a fresh array of `shape`."""
+        return _all_rows(self)
+
+
+HostWeight = DenseWeight | QuantizedWeight | AffineWeight
+
+
+def _widen(values: NDArray[Any]) -> NDArray[np.float32]:
+    """Values of a dense type, exactly, as a fresh array; uint16 holds bfloat16's bits."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def _all_rows(weight: QuantizedWeight | AffineWeight) -> NDArray[np.float32]:
+    values = np.empty(weight.shape, np.float32)
+    for start in range(0, weight.shape[0], _ROWS_AT_ONCE):
+        stop = min(start + _ROWS_AT_ONCE, weight.shape[0])
+        values[start:stop] = weight.rows(start, stop)
+    return values
 
 
 def _rows(stored: NDArray[Any], order: NDArray[np.intp] | None, start: int, stop: int) -> NDArray[Any]:

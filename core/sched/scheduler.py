@@ -37,6 +37,7 @@ class Scheduler:
         num_blocks: int,
         admission: str = "optimistic",
         policy: str = "fcfs",
+        max_step_drafts: int | None = None,
     ) -> None:
         """
         Args:
@@ -47,6 +48,7 @@ class Scheduler:
             admission: "optimistic" admits what fits now and preempts the youngest when room runs out;
                 "reserve" admits only what fits in the worst case and never preempts.
             policy: a name in `policy.POLICIES`, the order in which prompts share a step's spare tokens.
+            max_step_drafts: drafts per step, all rows together; None: as many as the tokens allow.
 
         Raises:
             ConfigError: a limit is out of range, or a name is unknown.
@@ -66,6 +68,7 @@ class Scheduler:
         self._num_blocks = num_blocks
         self._reserve = admission == "reserve"
         self._prefill_order = POLICIES[policy]
+        self._max_drafts = max_num_batched_tokens if max_step_drafts is None else max_step_drafts
 
     def refusal(self, num_prompt_tokens: int, total_limit: int) -> RequestRejected | None:
         """Why a request could never be served, even alone; None if it can be.
@@ -104,7 +107,7 @@ class Scheduler:
                 work.extend(row)
         if not work.preempts and len(work.running) < len(view.rows):
             self._admit(work)
-        work.place_drafts()
+        work.place_drafts(self._max_drafts)
         return work.finished()
 
     def _place_minimums(self, work: _PlanInProgress) -> None:
@@ -229,12 +232,14 @@ class _PlanInProgress:
         """Move a placed row's end towards its last token, as far as tokens and blocks allow."""
         self.ends[row.id] += self._take(row, row.num_tokens - self.ends[row.id])
 
-    def place_drafts(self) -> None:
-        """Part 5, for every placed row that reaches its last token; mutates tokens, blocks and drafts."""
+    def place_drafts(self, most: int) -> None:
+        """Part 5, for every placed row that reaches its last token, at most `most` drafts in all; mutates
+        tokens, blocks and drafts."""
         for row in self.capacity.view.rows:
             if row.max_drafts and self.ends.get(row.id) == row.num_tokens:
-                wanted = min(row.max_drafts, row.total_limit - 1 - row.num_tokens)
-                self.drafts[row.id] = self._take(row, wanted)
+                wanted = min(row.max_drafts, row.total_limit - 1 - row.num_tokens, most)
+                self.drafts[row.id] = count = self._take(row, wanted)
+                most -= count
 
     def _take(self, row: RowView, wanted: int) -> int:
         """Use up tokens and blocks for at most `wanted` positions past the row's end; returns how many."""

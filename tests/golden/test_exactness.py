@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
+from operator import getitem
 
 import numpy as np
 import pytest
@@ -11,11 +13,27 @@ from numpy.typing import NDArray
 
 from mvllm import LLM, RequestOutput, SamplingParams
 from mvllm.backends.registry import create_backend
+from mvllm.core.config import EngineConfig, kv_bytes_per_token, resolve
+from mvllm.core.engine.engine import Engine
 from mvllm.core.load.checkpoint import load_checkpoint
+from mvllm.core.request import Request, TokenLogprobs
+from mvllm.core.spec.draft_length import DraftLengthPolicy, FixedLength
+from mvllm.core.spec.speculation import Speculation
+from mvllm.core.step import TokensOut
 from mvllm.core.tensor import KvGeometry, Model
-from mvllm.core.types import ceil_div
+from mvllm.core.text.tokenizer import Tokenizer
+from mvllm.core.types import RequestId, ceil_div
 from tests.conformance.random_models import Row, make_batch
 from tests.golden.data import model_path
+from tests.models.drafters import (
+    Guess,
+    RandomLengths,
+    ScriptedDrafter,
+    guess_randomly,
+    know_the_answer,
+    mostly,
+    repeating,
+)
 
 NUM_BLOCKS = 256
 
@@ -140,3 +158,108 @@ def test_x1_answers_are_the_same_alone_batched_chunked_preempted_and_cached(
             assert _answers(outputs) == [expected[i] for i in order]
         if settings.get("num_kv_blocks") == 24:
             assert llm.engine.totals.num_preemptions > 0
+
+
+# --- drafters --------------------------------------------------------------------------------------------
+
+Answer = tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]
+
+
+class SmolEngine:
+    """SmolLM2 under an engine of its own: answers to the prompts above, by request id."""
+
+    def __init__(self, speculation: Speculation | None = None, *, threads: int = 2, **settings: int) -> None:
+        checkpoint = load_checkpoint(model_path("smollm2-135m"))
+        backend = create_backend("cpu", threads=threads)
+        dtype = backend.capabilities.kv_dtypes[0]
+        config = resolve(
+            EngineConfig(max_model_len=128, check_integrity=True, **settings),  # type: ignore[arg-type]
+            model_context=checkpoint.spec.context_length,
+            kv_bytes_per_token=kv_bytes_per_token(checkpoint.spec.kv_values_per_token, dtype),
+            kv_dtype=dtype,
+            speculates=speculation is not None,
+        )
+        geometry = KvGeometry(
+            num_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
+            max_context=config.max_model_len,
+            max_batch_tokens=config.max_num_batched_tokens,
+            max_batch_rows=config.max_num_seqs,
+            max_logit_rows=config.max_logit_rows,
+            dtype=dtype,
+        )
+        self.tokenizer = Tokenizer.from_assets(checkpoint.text)
+        self.engine = Engine(
+            backend.load(checkpoint.spec, checkpoint.weights, geometry),
+            config,
+            vocab_size=checkpoint.spec.vocab_size,
+            speculation=speculation,
+            clock=iter(float(tick) for tick in range(10**9)).__next__,
+        )
+
+    def answers(self, *, together: bool) -> dict[RequestId, Answer]:
+        """Tokens and logprobs of every prompt, all at once or one after the other."""
+        token_ids: dict[RequestId, list[int]] = {}
+        logprobs: dict[RequestId, list[TokenLogprobs]] = {}
+        for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            id = RequestId(str(index))
+            token_ids[id], logprobs[id] = [], []
+            prompt_ids = tuple(self.tokenizer.encode(prompt))
+            self.engine.submit(
+                Request(id, prompt_ids, params, params.seed or 0, params.max_tokens or 1, frozenset({2}))
+            )
+            while self.engine.has_work and (not together or index == len(PROMPTS) - 1):
+                for event in self.engine.step():
+                    if isinstance(event, TokensOut):
+                        token_ids[event.id] += event.token_ids
+                        logprobs[event.id] += event.logprobs
+        return {id: (tuple(token_ids[id]), tuple(logprobs[id])) for id in token_ids}
+
+
+@pytest.fixture(scope="module")
+def undrafted() -> dict[RequestId, Answer]:
+    smol = SmolEngine(threads=1, max_num_seqs=1)
+    with closing(smol.engine):
+        return smol.answers(together=False)
+
+
+VOCAB_SIZE = 49152
+
+
+def _knowing(known: dict[RequestId, Answer]) -> Guess:
+    return know_the_answer({id: partial(getitem, answer, 0) for id, answer in known.items()})
+
+
+DRAFTERS: dict[str, Callable[[dict[RequestId, Answer]], ScriptedDrafter]] = {
+    "adversarial": lambda known: ScriptedDrafter(guess_randomly(VOCAB_SIZE)),
+    "n-gram": lambda known: ScriptedDrafter(repeating),
+    "nearly-perfect": lambda known: ScriptedDrafter(mostly(_knowing(known), VOCAB_SIZE)),
+}
+POLICIES: dict[str, Callable[[], DraftLengthPolicy]] = {
+    "random": RandomLengths,
+    "fixed-6": lambda: FixedLength(6),
+}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "policy", "settings"),
+    [
+        ("adversarial", "fixed-6", {"threads": 1}),
+        ("adversarial", "random", {"block_size": 4, "num_kv_blocks": 32, "max_num_batched_tokens": 64}),
+        ("n-gram", "random", {"max_num_batched_tokens": 9, "max_num_seqs": 5}),
+        ("nearly-perfect", "random", {"threads": 3, "block_size": 5}),
+        ("nearly-perfect", "fixed-6", {"block_size": 4, "num_kv_blocks": 32, "max_num_batched_tokens": 64}),
+    ],
+)
+def test_x1_no_drafter_changes_a_bit_of_any_answer(
+    undrafted: dict[RequestId, Answer], drafter: str, policy: str, settings: dict[str, int]
+) -> None:
+    """V2, V3, REQUIREMENTS L1 and L5: tokens and logprobs, greedy and seeded, batched and preempted."""
+    smol = SmolEngine(Speculation(DRAFTERS[drafter](undrafted), POLICIES[policy]()), **settings)
+    with closing(smol.engine):
+        assert smol.answers(together=True) == undrafted
+        totals = smol.engine.totals
+    assert totals.speculation is not None and totals.speculation.switched_off is None
+    assert (totals.speculation.num_accepted > 0) == (drafter != "adversarial")
+    assert totals.speculation.num_proposed >= totals.speculation.num_accepted
+    assert totals.num_preemptions > 0 or "num_kv_blocks" not in settings

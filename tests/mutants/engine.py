@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pytest import MonkeyPatch
 
-from mvllm.core.engine import batcher, decisions, engine, forward
+from mvllm.core.batch import batcher
+from mvllm.core.batch.sampling_row import SamplingRow
+from mvllm.core.engine import decisions, engine, forward
 from mvllm.core.engine.request_table import RequestState, RequestTable
 from mvllm.core.engine.request_text import RequestText
-from mvllm.core.engine.sampling_row import SamplingRow
 from mvllm.core.kv.block_pool import BlockPool
 from mvllm.core.kv.kv_manager import KvManager
 from mvllm.core.kv.prefix_trie import PrefixTrie
@@ -27,7 +28,6 @@ from mvllm.core.step import (
     Finished,
     ForwardBatch,
     KvCommit,
-    KvGrant,
     PlannedRow,
     RowDecision,
     SchedulerView,
@@ -37,6 +37,7 @@ from mvllm.core.step import (
 from mvllm.core.types import BlockId, RequestId
 
 Rows = Sequence[PlannedRow]
+BatchRows = Sequence[batcher.BatchRow]
 States = Sequence[RequestState]
 Outcomes = tuple[list[decisions.RowOutcome], Exception | None]
 
@@ -54,8 +55,8 @@ class Mutant:
 def _wrong_slot_past_the_first_block(patch: MonkeyPatch) -> None:
     pack = batcher.Batcher.pack
 
-    def planted(self: batcher.Batcher, rows: Rows, states: States, grant: KvGrant) -> ForwardBatch:
-        batch = pack(self, rows, states, grant)
+    def planted(self: batcher.Batcher, rows: BatchRows) -> ForwardBatch:
+        batch = pack(self, rows)
         first_slots = batch.block_tables[0][0] * self._block_size
         slots = batch.slots.copy()
         if batch.positions[-1] >= self._block_size:
@@ -66,14 +67,13 @@ def _wrong_slot_past_the_first_block(patch: MonkeyPatch) -> None:
 
 
 def _memo_that_compares_lengths_only(patch: MonkeyPatch) -> None:
-    def planted(self: batcher.Batcher, ids: Sequence[RequestId], grant: KvGrant) -> NDArray[np.int32]:
-        for id in ids:
-            table = grant.tables[id]
-            if id not in self._packed or len(self._packed[id][0]) != len(table):
-                self._packed[id] = (table, np.array(table, np.int32))
-        width = max(len(self._packed[id][0]) for id in ids)
-        rows = [[*self._packed[id][0], *[-1] * (width - len(self._packed[id][0]))] for id in ids]
-        return np.array(rows, np.int32)
+    def planted(self: batcher.Batcher, rows: BatchRows) -> NDArray[np.int32]:
+        for row in rows:
+            if row.id not in self._packed or len(self._packed[row.id][0]) != len(row.table):
+                self._packed[row.id] = (row.table, np.array(row.table, np.int32))
+        tables = [self._packed[row.id][0] for row in rows]
+        width = max(map(len, tables))
+        return np.array([[*table, *[-1] * (width - len(table))] for table in tables], np.int32)
 
     patch.setattr(batcher.Batcher, "_pack_tables", planted)
 
@@ -202,18 +202,23 @@ def _preemption_keeps_the_computed_count(patch: MonkeyPatch) -> None:
 
 def _sampling_in_the_middle_of_a_prompt(patch: MonkeyPatch) -> None:
     patch.setattr(forward, "decide", _decide_every_row)
-    pack = batcher.Batcher.pack
+    batch_rows = forward.batch_rows
 
-    def planted(self: batcher.Batcher, rows: Rows, states: States, grant: KvGrant) -> ForwardBatch:
-        batch = pack(self, rows, states, grant)
-        return replace(batch, logit_rows=batch.row_starts[1:] - 1, sampling=batcher.pack_sampling(states))
+    def planted(rows: Rows, states: States, *others: Any) -> BatchRows:
+        return [
+            row._replace(sampling=state.sampling, num_logit_rows=1)
+            for row, state in zip(batch_rows(rows, states, *others), states, strict=True)
+        ]
 
-    patch.setattr(batcher.Batcher, "pack", planted)
+    patch.setattr(forward, "batch_rows", planted)
 
 
-def _decide_every_row(rows: Rows, states: States, output: StepOutput) -> list[decisions.RowOutcome]:
-    sampled = zip(rows, states, output.tokens.tolist(), strict=True)
-    return [decisions._decide_token(row, state, token, ()) for row, state, token in sampled]
+def _decide_every_row(
+    rows: Rows, states: States, drafts: decisions.Drafts, output: StepOutput
+) -> list[decisions.RowOutcome]:
+    results = decisions._Results(output.tokens.tolist(), output.status.tolist(), output)
+    pairs = enumerate(zip(rows, states, strict=True))
+    return [decisions._decide_token(row, state, results, index) for index, (row, state) in pairs]
 
 
 def _seed_lost(patch: MonkeyPatch) -> None:
@@ -224,8 +229,8 @@ def _seed_lost(patch: MonkeyPatch) -> None:
 def _position_within_the_chunk_instead_of_the_sequence(patch: MonkeyPatch) -> None:
     pack = batcher.Batcher.pack
 
-    def planted(self: batcher.Batcher, rows: Rows, states: States, grant: KvGrant) -> ForwardBatch:
-        batch = pack(self, rows, states, grant)
+    def planted(self: batcher.Batcher, rows: BatchRows) -> ForwardBatch:
+        batch = pack(self, rows)
         position = (
             batch.logit_rows
             - batch.row_starts[np.searchsorted(batch.row_starts, batch.logit_rows, "right") - 1]

@@ -105,10 +105,18 @@ def _leaves_running_prefills_at_their_minimum(self: _PlanInProgress, row: RowVie
         _real_extend(self, row)
 
 
-def _drafts_past_the_total_limit(self: _PlanInProgress) -> None:
+def _drafts_past_the_total_limit(self: _PlanInProgress, most: int) -> None:
     view = self.capacity.view
     _with_rows(self, [dataclasses.replace(row, total_limit=row.total_limit + 1) for row in view.rows])
-    _real_place_drafts(self)
+    _real_place_drafts(self, most)
+    _with_rows(self, list(view.rows))
+
+
+def _every_row_may_have_all_the_drafts(self: _PlanInProgress, most: int) -> None:
+    view = self.capacity.view
+    for row in view.rows:
+        _with_rows(self, [row])
+        _real_place_drafts(self, most)
     _with_rows(self, list(view.rows))
 
 
@@ -167,6 +175,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "drafts past the total limit": Mutant(
         _PlanInProgress, "place_drafts", _drafts_past_the_total_limit, "S3-row-shape"
+    ),
+    "gives every row all the drafts": Mutant(
+        _PlanInProgress, "place_drafts", _every_row_may_have_all_the_drafts, "S1-token-budget"
     ),
     "forgets the youngest row": Mutant(Scheduler, "plan", _forgets_the_youngest_row_that_runs, "S7-progress"),
     "remembers the last step": Mutant(Scheduler, "plan", _remembers_the_last_step, "S5-pure"),

@@ -5,11 +5,12 @@ A script is a value, so that a failing one can be printed and shrunk.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mvllm.backends.fake.model import FakeModel, Faults
-from mvllm.backends.fake.tags import tag_of
+from mvllm.backends.fake.tags import ROOT_TAG, extend_tag
 from mvllm.core.config import AdmissionPolicy, PrefillPolicy, ResolvedConfig
 from mvllm.core.engine.engine import Engine
 from mvllm.core.errors import RequestRejected
@@ -18,6 +19,7 @@ from mvllm.core.step import Event, Finished, ForwardBatch, TokensOut
 from mvllm.core.types import RequestId, ceil_div
 from tests.models.naive_loop import NaiveOutput, naive_generate
 from tests.models.toy_text import PIECES, ToyDecoder
+from tests.property.engine_speculation import Drafting, SpeculationWatch
 
 VOCAB_SIZE = len(PIECES)
 MAX_MODEL_LEN = 24
@@ -59,6 +61,7 @@ Action = Submit | Cancel | Step
 class Script:
     config: ResolvedConfig
     actions: tuple[Action, ...]
+    drafting: Drafting | None = None
     nan_tokens: frozenset[int] = frozenset()
     crash_tokens: frozenset[int] = frozenset()
     flaky_every: int = 0  # every so many batches of several rows, the first attempt raises
@@ -74,6 +77,7 @@ def resolved_config(
     admission: AdmissionPolicy = "optimistic",
     policy: PrefillPolicy = "fcfs",
     max_model_len: int = MAX_MODEL_LEN,
+    max_step_drafts: int = 8,
 ) -> ResolvedConfig:
     return ResolvedConfig(
         max_model_len=max_model_len,
@@ -85,6 +89,7 @@ def resolved_config(
         enable_prefix_caching=enable_prefix_caching,
         admission=admission,
         policy=policy,
+        max_step_drafts=max_step_drafts,
         check_integrity=True,
     )
 
@@ -109,10 +114,18 @@ class EngineHarness:
         self.config = config
         faults = Faults(script.nan_tokens, script.crash_tokens, self._on_forward)
         self.model = FakeModel(VOCAB_SIZE, config.num_kv_blocks, config.block_size, faults=faults)
-        self.engine = Engine(
-            self.model, config, vocab_size=VOCAB_SIZE, text=lambda params: ToyDecoder(), clock=lambda: 0.0
-        )
         self.requests: dict[RequestId, Request] = {}
+        self.watch: SpeculationWatch | None = None
+        if script.drafting is not None:
+            self.watch = SpeculationWatch(script.drafting, VOCAB_SIZE, self._answer)
+        self.engine = Engine(
+            self.model,
+            config,
+            vocab_size=VOCAB_SIZE,
+            text=lambda params: ToyDecoder(),
+            speculation=self.watch.speculation if self.watch else None,
+            clock=itertools.count().__next__,
+        )
         self.heard: dict[RequestId, Heard] = {}
         self.cancelled: set[RequestId] = set()
         self._cancel_in_forward: list[RequestId] = []
@@ -164,7 +177,12 @@ class EngineHarness:
         oldest = next(iter(self.engine._table), None)
         before = (len(oldest.token_ids), oldest.num_computed) if oldest else (0, 0)
         was_running = oldest is not None and oldest.phase is Phase.RUNNING
+        num_forwards = self.model.num_steps
+        if self.watch:
+            self.watch.begin_step()
         events = self.engine.step()
+        if self.watch:
+            self.watch.end_step(self.engine, events, together=self.model.num_steps <= num_forwards + 1)
         for event in events:
             self._hear(event)
         for id in cancelled_now - set(self._cancel_in_forward):
@@ -185,7 +203,12 @@ class EngineHarness:
             bound -= 1
             self.step()
 
+    def _answer(self, id: RequestId) -> tuple[int, ...]:
+        return naive_generate(self.requests[id], VOCAB_SIZE, nan_tokens=self.script.nan_tokens).token_ids
+
     def _on_forward(self, batch: ForwardBatch) -> bool:
+        assert batch.num_tokens <= self.config.max_num_batched_tokens, "over the budget (S1)"
+        assert len(batch.logit_rows) <= self.config.max_logit_rows, "more logits than there is room for"
         while self._cancel_in_forward:
             self.engine.cancel(self._cancel_in_forward.pop())
         if batch.num_rows < 2 or not self.script.flaky_every:
@@ -232,6 +255,7 @@ class EngineHarness:
             held = len(kv.table(state.id))
             assert held == ceil_div(state.num_computed, self.config.block_size), "blocks held (K3)"
             assert state.num_computed <= state.request.total_limit - 1, "last token cached (K3)"
+        self._check_cache()
         distinct = {block for state in table for block in kv.table(state.id)}
         assert len(distinct) + kv.num_free + kv.num_idle == self.config.num_kv_blocks, "conservation (K9)"
         assert len(table.running) <= self.config.max_num_seqs
@@ -242,9 +266,22 @@ class EngineHarness:
     def _check_tags(self, id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
         """K1: every computed position holds the tag of its whole prefix."""
         table, size = self.engine._kv.table(id), self.config.block_size
-        for position in range(num_computed):
+        tag = ROOT_TAG
+        for position, token in enumerate(token_ids[:num_computed]):
+            tag = extend_tag(tag, token)
             found = self.model.tag_at(table[position // size] * size + position % size)
-            assert found == tag_of(token_ids[: position + 1]), f"{id} position {position} (K1)"
+            assert found == tag, f"{id} position {position} (K1)"
+
+    def _check_cache(self) -> None:
+        """K4 and T1: every indexed block holds the tags of the tokens that it is indexed under."""
+        size = self.config.block_size
+        for block, node in self.engine._kv._trie._nodes.items():
+            parent, tokens = node.key
+            # The parent is indexed, so what it ends with is checked as well.
+            tag = ROOT_TAG if isinstance(parent, str) else self.model.tag_at(parent * size + size - 1)
+            for offset, token in enumerate(tokens):
+                tag = extend_tag(tag or 0, token)
+                assert self.model.tag_at(block * size + offset) == tag, f"block {block} (K4)"
 
     def _check_closed(self) -> None:
         assert all(heard.end is not None for heard in self.heard.values()), "a request without an end (L2)"
@@ -261,6 +298,8 @@ class EngineHarness:
         engine.clear_cache()
         assert engine.num_free_blocks == self.config.num_kv_blocks
         engine.check_integrity()
+        if self.watch:
+            self.watch.check_drained(engine)
 
     def check_outputs(self) -> None:
         """L7: what was heard of each request is what the naive loop says, or a beginning of it."""
@@ -274,6 +313,10 @@ class EngineHarness:
                 self._check_beginning(heard, expected)
             elif heard.end.reason == "error" and self.script.crash_tokens:
                 self._check_beginning(heard, expected)
+                faulty = self.script.crash_tokens | self.script.nan_tokens
+                seen = {*request.prompt_token_ids, *heard.token_ids}
+                # An engine of which every row fails closes itself and takes everybody along.
+                assert faulty & seen or self.closed, f"{id} failed for another's fault (L6)"
             else:
                 self._check_whole(heard, expected)
 
@@ -304,4 +347,6 @@ def run_script(script: Script) -> EngineHarness:
         harness.check_drained()
     harness.check_outputs()
     harness.engine.close()
+    if harness.watch:
+        assert harness.watch.drafter.closed, "the drafter is left open"
     return harness

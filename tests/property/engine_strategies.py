@@ -8,7 +8,9 @@ from mvllm.core.config import ResolvedConfig
 from mvllm.core.request import Request, SamplingParams
 from mvllm.core.sampling.keyed_noise import sibling_seed
 from mvllm.core.types import RequestId, ceil_div
+from tests.models.drafters import FAULTS
 from tests.property.engine_harness import VOCAB_SIZE, Action, Cancel, Script, Step, Submit, resolved_config
+from tests.property.engine_speculation import GUESSES, Drafting
 
 STEMS = ((0, 1, 0, 1, 0, 1, 0, 1), (0, 1, 0, 0, 1, 1), (1, 1, 1, 1, 1))
 token_ids = st.integers(0, VOCAB_SIZE - 1)
@@ -28,6 +30,23 @@ def configs(draw: st.DrawFn) -> ResolvedConfig:
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         admission=draw(st.sampled_from(["optimistic", "optimistic", "reserve"])),
         policy=draw(st.sampled_from(["fcfs", "shortest-prefill", "round-robin"])),
+        max_step_drafts=draw(st.sampled_from([8, 8, 3, 0])),
+    )
+
+
+POLICIES = ("random", "adaptive", "acceptance-rate", "accepted-length", *(f"fixed-{k}" for k in range(1, 7)))
+
+
+@st.composite
+def draftings(draw: st.DrawFn, *, faults: bool = False) -> Drafting:
+    """Any drafter with any policy."""
+    return Drafting(
+        guess=draw(st.sampled_from(GUESSES)),
+        policy=draw(st.sampled_from(POLICIES)),
+        seed=draw(st.integers(0, 9)),
+        limit=draw(st.sampled_from([None, None, 4])),
+        fault=draw(st.sampled_from([None, None, *FAULTS])) if faults else None,
+        good_calls=draw(st.integers(0, 3)) if faults else 0,
     )
 
 
@@ -101,7 +120,8 @@ def siblings(request: Request, count: int) -> list[Action]:
 
 
 @st.composite
-def scripts(draw: st.DrawFn, *, faults: bool = False) -> Script:
+def scripts(draw: st.DrawFn, *, faults: bool = False, drafts: bool | None = None) -> Script:
+    """Scripts that speculate or not as `drafts` says; None: half of them do."""
     actions: list[Action] = []
     kinds = st.sampled_from(["submit", "submit", "submit", "siblings", "cancel", "step", "step", "steps"])
     for index, kind in enumerate(draw(st.lists(kinds, min_size=6, max_size=18))):
@@ -114,9 +134,11 @@ def scripts(draw: st.DrawFn, *, faults: bool = False) -> Script:
         else:
             actions += [Step()] * (4 if kind == "steps" else 1)
     tokens = st.frozensets(st.integers(2, VOCAB_SIZE - 1), max_size=2) if faults else st.just(frozenset())
+    speculates = draw(st.booleans()) if drafts is None else drafts
     return Script(
         config=draw(configs()),
         actions=tuple(actions),
+        drafting=draw(draftings(faults=faults)) if speculates else None,
         nan_tokens=draw(tokens),
         crash_tokens=draw(tokens),
         flaky_every=draw(st.integers(0, 3)) if faults else 0,

@@ -67,6 +67,8 @@ def _followers(view: SchedulerView, plan: StepPlan) -> set[RequestId]:
 def keeps_the_token_budget(limits: SchedulerLimits, view: SchedulerView, plan: StepPlan) -> None:
     used = sum(row.count + row.max_drafts for row in plan.rows)
     assert used <= limits.max_num_batched_tokens, f"{used} tokens planned"
+    drafts = sum(row.max_drafts for row in plan.rows)
+    assert limits.max_step_drafts is None or drafts <= limits.max_step_drafts, f"{drafts} drafts planned"
 
 
 def plans_each_live_row_at_most_once(limits: SchedulerLimits, view: SchedulerView, plan: StepPlan) -> None:

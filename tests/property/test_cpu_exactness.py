@@ -25,6 +25,7 @@ Floats = NDArray[np.float32]
 
 VOCAB_SIZE = 70
 POOL_TOKENS = 256  # in any block size
+MAX_DRAFTS = 4  # beside each row of a step
 MODELS = [
     (ModelShape(tied_head=True), "Q4_0"),
     (ModelShape(num_heads=6, num_kv_heads=2, head_dim=32, biases=True, qk_norm=True), "Q4_1"),
@@ -87,7 +88,8 @@ def logits_alone(index: int, sequence: int, length: int, dtype: str) -> Floats:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the positions of some sequences are computed. A step gives tokens per sequence."""
+    """How the positions of some sequences are computed. A step gives tokens per sequence, and how many drafts
+    follow them that turn out wrong: computed in the same forward, then written over."""
 
     model: int
     dtype: str
@@ -95,6 +97,7 @@ class Arrangement:
     block_size: int
     lengths: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
+    drafts: tuple[tuple[int, ...], ...]
     seed: int
 
 
@@ -102,13 +105,15 @@ class Arrangement:
 def arrangements(draw: Callable[..., Any]) -> Arrangement:
     lengths = tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4)))
     left = list(lengths)
-    steps = []
+    steps, drafts = [], []
+    most_drafts = draw(st.sampled_from([0, MAX_DRAFTS]))
     while any(left):
         counts = tuple(draw(st.integers(0, min(n, draw(st.sampled_from([1, 3, 24]))))) for n in left)
         if not any(counts):
             counts = tuple(min(n, 1) for n in left)
         left = [n - count for n, count in zip(left, counts, strict=True)]
         steps.append(counts)
+        drafts.append(tuple(draw(st.integers(0, most_drafts)) for _ in lengths))
     return Arrangement(
         model=draw(st.integers(0, len(MODELS) - 1)),
         dtype=draw(st.sampled_from(["f32", "f16"])),
@@ -116,6 +121,7 @@ def arrangements(draw: Callable[..., Any]) -> Arrangement:
         block_size=draw(st.sampled_from([1, 4, 8, 16, 32])),
         lengths=lengths,
         steps=tuple(steps),
+        drafts=tuple(drafts),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -127,7 +133,7 @@ def computed(arrangement: Arrangement) -> list[Floats]:
     free = list(order.permutation(POOL_TOKENS // block_size))
     tables: list[Sequence[int]] = []
     for length in arrangement.lengths:
-        needed = -(-length // block_size)
+        needed = -(-(length + MAX_DRAFTS) // block_size)
         tables.append([int(block) for block in free[:needed]])
         free = free[needed:]
     done = [0] * len(tables)
@@ -140,22 +146,18 @@ def computed(arrangement: Arrangement) -> list[Floats]:
             dtype=arrangement.dtype,
         )
     ) as model:
-        for counts in arrangement.steps:
+        for counts, drafts in zip(arrangement.steps, arrangement.drafts, strict=True):
             members = [int(i) for i in order.permutation(len(counts)) if counts[i]]
-            rows = [
-                Row(
-                    tokens_of(i, arrangement.lengths[i]),
-                    done[i],
-                    done[i] + counts[i],
-                    tables[i],
-                    num_logits=counts[i],
-                )
-                for i in members
-            ]
+            rows = []
+            for i in members:
+                end = done[i] + counts[i]
+                wrong = [int(token) for token in order.integers(0, VOCAB_SIZE, drafts[i])]
+                tokens = [*tokens_of(i, arrangement.lengths[i])[:end], *wrong]
+                rows.append(Row(tokens, done[i], len(tokens), tables[i], num_logits=len(tokens) - done[i]))
             found = model.logits(make_batch(rows, block_size))
             for i in members:
                 logits[i].append(found[: counts[i]])
-                found = found[counts[i] :]
+                found = found[counts[i] + drafts[i] :]
                 done[i] += counts[i]
     return [np.concatenate(parts) for parts in logits]
 

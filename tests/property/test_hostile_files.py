@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mvllm.core.errors import ModelFileError
 from mvllm.core.load.checkpoint import load_checkpoint
+from tests.mlx_files import write_tiny_mlx
 from tests.tiny_models import write_tiny_gguf, write_tiny_hf
 
 INTERESTING = [0, 1, 2, 7, 8, 9, 31, 32, 63, 127, 128, 255]
@@ -110,6 +111,24 @@ def test_a_folder_with_one_damaged_file_loads_or_is_refused(
 ) -> None:
     model = folder / "hf"
     write_tiny_hf(model, layers=1)
+    raw = (model / name).read_bytes()
+    within = raw.index(b"}}") if name == "model.safetensors" else len(raw)
+    (model / name).write_bytes(damage(raw, within, changes, wide_changes, cut))
+    load_and_read(model)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@given(changes=edits, wide_changes=wide_edits, cut=cuts)
+def test_a_quantized_folder_with_one_damaged_file_loads_or_is_refused(
+    folder: Path,
+    name: str,
+    changes: list[tuple[float, int]],
+    wide_changes: list[tuple[float, int]],
+    cut: float | None,
+) -> None:
+    model = folder / "mlx"
+    overrides = {"model.layers.0.mlp.down_proj": {"bits": 3, "group_size": 32}}
+    write_tiny_mlx(model, bits=5, scale_type="BF16", overrides=overrides, layers=1)
     raw = (model / name).read_bytes()
     within = raw.index(b"}}") if name == "model.safetensors" else len(raw)
     (model / name).write_bytes(damage(raw, within, changes, wide_changes, cut))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mvllm.core.batch.sampling_row import SamplingRow
 from mvllm.core.engine.request_table import RequestTable
-from mvllm.core.engine.sampling_row import SamplingRow
 from mvllm.core.errors import InvariantViolation
 from mvllm.core.request import Phase, Request, SamplingParams
 from mvllm.core.step import Finished, RowDecision

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mvllm.core.engine.batcher import Batcher
+from mvllm.core.batch.batcher import Batcher
+from mvllm.core.batch.sampling_row import SamplingRow
+from mvllm.core.engine.forward import batch_rows
 from mvllm.core.engine.request_table import RequestState, RequestTable
-from mvllm.core.engine.sampling_row import SamplingRow
 from mvllm.core.request import Request, SamplingParams
 from mvllm.core.step import ForwardBatch, KvGrant, PlannedRow, RowDecision
 from mvllm.core.types import BlockId, RequestId
@@ -40,7 +41,8 @@ def pack(
 ) -> ForwardBatch:
     planned = [PlannedRow(state.id, start, count) for state, start, count in rows]
     granted = {RequestId(id): tuple(map(BlockId, blocks)) for id, blocks in tables.items()}
-    return batcher.pack(planned, [state for state, _, _ in rows], KvGrant(granted, {}))
+    states = [state for state, _, _ in rows]
+    return batcher.pack(batch_rows(planned, states, KvGrant(granted, {}), [()] * len(rows)))
 
 
 def ragged(offsets: NDArray[np.int32], values: NDArray[np.generic], row: int) -> list[float]:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mvllm.core.batch.sampling_row import SamplingRow
 from mvllm.core.engine.decisions import RowOutcome, decide
 from mvllm.core.engine.intake import start_text
 from mvllm.core.engine.request_table import RequestState, RequestTable
-from mvllm.core.engine.sampling_row import SamplingRow
 from mvllm.core.request import Logprob, Request, SamplingParams, TokenLogprobs
 from mvllm.core.step import PlannedRow, RowDecision, RowStatus, StepOutput
 from mvllm.core.types import RequestId
@@ -46,7 +46,7 @@ def step_output(token: int, status: RowStatus = RowStatus.OK) -> StepOutput:
 
 def next_outcome(state: RequestState, token: int, status: RowStatus = RowStatus.OK) -> RowOutcome:
     row = PlannedRow(state.id, state.num_computed, len(state.token_ids) - state.num_computed)
-    (outcome,) = decide([row], [state], step_output(token, status))
+    (outcome,) = decide([row], [state], [()], step_output(token, status))
     return outcome
 
 
@@ -66,7 +66,7 @@ def generate(tokens: list[int], **params: Any) -> tuple[list[str], RowOutcome]:
 
 def test_a_chunk_short_of_the_last_token_only_moves_the_computed_count() -> None:
     _, state = running()
-    (outcome,) = decide([PlannedRow(state.id, 0, 1)], [state], step_output(A))
+    (outcome,) = decide([PlannedRow(state.id, 0, 1)], [state], [()], step_output(A))
     assert outcome.decision == RowDecision(RequestId("r"), 1)
 
 
@@ -161,3 +161,136 @@ def test_deciding_changes_nothing() -> None:
     before = (list(state.token_ids), state.num_computed, state.text)
     assert next_outcome(state, A) == next_outcome(state, A)
     assert (list(state.token_ids), state.num_computed, state.text) == before
+
+
+# --- drafts ----------------------------------------------------------------------------------------------
+
+
+def decide_block(
+    state: RequestState, drafts: tuple[int, ...], chosen: list[int], statuses: list[RowStatus] | None = None
+) -> RowOutcome:
+    """One step in which the target chose `chosen`: after the last token, and after each draft."""
+    count = len(chosen)
+    output = StepOutput(
+        tokens=np.array(chosen, np.int32),
+        status=np.array(statuses or [RowStatus.OK] * count, np.int32),
+        logprob=np.arange(count, dtype=np.float32),
+        rank=np.arange(1, count + 1, dtype=np.int32),
+        target_logprob=np.zeros(count, np.float32),
+        top_tokens=np.zeros((count, 0), np.int32),
+        top_logprobs=np.zeros((count, 0), np.float32),
+    )
+    row = PlannedRow(state.id, state.num_computed, len(state.token_ids) - state.num_computed, len(drafts))
+    (outcome,) = decide([row], [state], [drafts], output)
+    return outcome
+
+
+def kept(outcome: RowOutcome) -> tuple[tuple[int, ...], int, int, int]:
+    """Tokens, computed positions, drafts computed and accepted."""
+    decision = outcome.decision
+    return decision.new_token_ids, decision.num_computed, decision.num_drafts, decision.num_accepted
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ([A, B, AB, A], ((A, B, AB, A), 5, 3, 3)),  # all, and one more
+        ([A, B, SPACE, A], ((A, B, SPACE), 4, 3, 2)),  # up to the target's own choice
+        ([B, B, AB, A], ((B,), 2, 3, 0)),  # equal ones past the first mismatch don't count
+    ],
+)
+def test_accepted_drafts_are_followed_by_one_token_of_the_target(
+    chosen: list[int], expected: tuple[object, ...]
+) -> None:
+    """V1; c(r) ends before the newest token (K3, K5)."""
+    _, state = running()
+    assert kept(decide_block(state, (A, B, AB), chosen)) == expected
+
+
+def test_drafts_of_several_rows_are_matched_with_their_own_logit_rows() -> None:
+    table, first = running()
+    request = Request(RequestId("second"), PROMPT, SamplingParams(), 0, 8)
+    second = table.add(request, SamplingRow.of(request), None)
+    table.admit(request.id, 0)
+    rows = [PlannedRow(state.id, 0, 2, 2) for state in (first, second)]
+    output = StepOutput(
+        *(np.array([A, B, A, SPACE], np.int32), np.zeros(4, np.int32)),
+        *(np.zeros(4, np.float32), np.zeros(4, np.int32), np.zeros(4, np.float32)),
+        *(np.zeros((4, 0), np.int32), np.zeros((4, 0), np.float32)),
+    )
+    outcomes = decide(rows, [first, second], [(A,), (A,)], output)
+    assert [kept(outcome) for outcome in outcomes] == [((A, B), 3, 1, 1), ((A, SPACE), 3, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason", "stop_reason"),
+    [
+        ({"eos": (B,)}, (A, B), "stop", None),
+        ({"stop_token_ids": (B,)}, (A, B), "stop", B),
+        ({"max_tokens": 2}, (A, B), "length", None),
+        ({"stop": ["b "]}, (A, B, SPACE), "stop", "b "),
+        ({"eos": (B,), "min_tokens": 3, "stop": ["a"]}, (A, B), "stop", None),
+    ],
+)
+def test_whatever_ends_a_request_ends_it_inside_accepted_drafts(
+    params: dict[str, Any], tokens: tuple[int, ...], reason: str, stop_reason: object
+) -> None:
+    """V5: the drafts after it leave no trace, though the target agrees with them."""
+    _, state = running(**params)
+    outcome = decide_block(state, (A, B, SPACE, A), [A, B, SPACE, A, B])
+    assert kept(outcome) == (tokens, 1 + len(tokens), 4, len(tokens))
+    assert (outcome.decision.finish_reason, outcome.decision.stop_reason) == (reason, stop_reason)
+
+
+def test_the_text_of_accepted_drafts_is_that_of_one_token_after_the_other() -> None:
+    """L8: a stop string over accepted drafts shows nothing of itself; half a character waits."""
+    _, state = running(stop=["b a"])
+    outcome = decide_block(state, (A, HALF, OTHER_HALF, B, SPACE), [A, HALF, OTHER_HALF, B, SPACE, AB])
+    assert (outcome.text, outcome.tail) == ("aé", "")
+    assert outcome.decision.stop_reason == "b a"
+
+
+def test_each_accepted_token_has_its_own_logprobs() -> None:
+    """REQUIREMENTS L5."""
+    _, state = running(logprobs=0)
+    entries = decide_block(state, (A, B), [A, B, AB]).decision.logprobs
+    assert [entry.by_token for entry in entries] == [
+        {A: Logprob(0.0, 1)},
+        {B: Logprob(1.0, 2)},
+        {AB: Logprob(2.0, 3)},
+    ]
+
+
+def test_bad_logits_past_the_first_mismatch_do_not_exist() -> None:
+    """L6: without speculation nobody would have computed them."""
+    _, state = running()
+    statuses = [RowStatus.OK, RowStatus.OK, RowStatus.NAN]
+    outcome = decide_block(state, (A, AB), [A, B, A], statuses)
+    assert kept(outcome) == ((A, B), 3, 2, 1)
+    assert outcome.decision.error is None
+
+
+def test_bad_logits_after_an_accepted_draft_end_the_step_before_them() -> None:
+    """L6: the tokens up to there stand; the next step meets the same logits first and fails there."""
+    table, state = running()
+    outcome = decide_block(state, (A, B), [A, 0, 0], [RowStatus.OK, RowStatus.NAN, RowStatus.OK])
+    assert kept(outcome) == ((A,), 2, 2, 1)
+    assert outcome.decision.finish_reason is None
+    table.commit(outcome.decision, outcome.text_after)
+    assert next_outcome(state, 0, RowStatus.NAN).decision.finish_reason == "error"
+
+
+def test_text_that_can_not_be_decoded_ends_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L6."""
+    _, state = running()
+    advance = ToyDecoder.advance
+
+    def failing(self: ToyDecoder, decoder_state: bytes, token: int) -> tuple[bytes, str]:
+        if token == B:
+            raise ValueError("broken vocabulary")
+        return advance(self, decoder_state, token)
+
+    monkeypatch.setattr(ToyDecoder, "advance", failing)
+    outcome = decide_block(state, (A, B), [A, B, A])
+    assert (kept(outcome), outcome.text) == (((A,), 2, 2, 1), "a")
+    assert decide_block(state, (B,), [B, A]).decision.error == "ValueError: broken vocabulary"

@@ -8,17 +8,20 @@ import pytest
 
 from mvllm.backends.fake.model import Faults
 from mvllm.core.engine.engine import Engine
+from mvllm.core.engine.statistics import SpeculationTotals
 from mvllm.core.errors import ConfigError, EngineClosed, RequestRejected
 from mvllm.core.request import Request, SamplingParams
-from mvllm.core.step import Finished, ForwardBatch
+from mvllm.core.step import Finished, ForwardBatch, TokensOut
 from mvllm.core.types import RequestId
+from tests.models.drafters import FAULTS
 from tests.models.naive_loop import naive_generate
 from tests.models.toy_text import ToyDecoder
-from tests.property.engine_harness import VOCAB_SIZE, EngineHarness, Script, resolved_config
+from tests.property.engine_harness import VOCAB_SIZE, Cancel, EngineHarness, Script, resolved_config
+from tests.property.engine_speculation import Drafting
 
 
-def harness(**config: Any) -> EngineHarness:
-    return EngineHarness(Script(resolved_config(**config), ()))
+def harness(drafting: Drafting | None = None, **config: Any) -> EngineHarness:
+    return EngineHarness(Script(resolved_config(**config), (), drafting))
 
 
 def make_request(
@@ -286,3 +289,130 @@ def test_nothing_of_a_request_is_left_after_its_end() -> None:
     engine.check_drained()
     assert len(engine.engine._inbox) == 0
     assert len(engine.engine._forward._batcher._packed) <= 4
+
+
+# --- speculation -----------------------------------------------------------------------------------------
+
+PERFECT = Drafting("perfect", "fixed-3")
+
+
+def speculation(engine: EngineHarness) -> SpeculationTotals:
+    totals = engine.engine.totals.speculation
+    assert totals is not None
+    return totals
+
+
+def test_accepted_drafts_come_in_one_event_and_count_as_output() -> None:
+    engine = harness(PERFECT)
+    engine.submit(make_request(max_tokens=6, logprobs=1))
+    events = [engine.step() for _ in range(3)]
+    engine.check_outputs()
+    sizes = [[len(event.token_ids) for event in step if isinstance(event, TokensOut)] for step in events]
+    assert sizes == [[1], [4], [1]]  # no draft in the last step: the target's own token is the last one
+    assert speculation(engine).accepted_lengths == {3: 1}
+    stats = engine.engine.last_step
+    assert (stats.num_drafts, stats.num_accepted, stats.num_output_tokens) == (0, 0, 1)
+
+
+def test_a_step_with_drafts_counts_them_among_its_tokens() -> None:
+    engine = harness(PERFECT)
+    engine.submit(make_request(max_tokens=6))
+    engine.step()
+    engine.step()
+    stats = engine.engine.last_step
+    assert (stats.num_tokens, stats.num_drafts, stats.num_accepted, stats.num_output_tokens) == (4, 3, 3, 4)
+
+
+def test_without_speculation_the_totals_say_so() -> None:
+    engine = harness()
+    finish(engine, make_request())
+    assert engine.engine.totals.speculation is None
+    assert engine.engine.last_step.num_drafts == 0
+
+
+def test_end_of_sequence_inside_accepted_drafts_is_the_last_token() -> None:
+    """V5, L9."""
+    tokens = first_tokens((0, 1, 0), 6)
+    end = next(index for index in range(2, 6) if tokens[index] not in tokens[:index])
+    engine = harness(Drafting("perfect", "fixed-5"))
+    assert finish(engine, make_request(max_tokens=6, eos=(tokens[end],))).reason == "stop"
+    assert engine.heard[RequestId("r")].token_ids == list(tokens[: end + 1])
+    assert speculation(engine).num_accepted == end
+
+
+def test_a_cancel_in_the_forward_drops_the_accepted_drafts_too() -> None:
+    """L5: nothing of the step in flight is emitted or counted, and the drafter forgets the row."""
+    engine = harness(PERFECT)
+    engine.submit(make_request(max_tokens=8))
+    engine.step()
+    engine.cancel(Cancel(0, during_forward=True))
+    assert engine.step() == (Finished(RequestId("r"), "cancelled"),)
+    assert (speculation(engine).num_proposed, speculation(engine).num_accepted) == (0, 0)
+    engine.check_drained()
+
+
+def test_a_batch_that_fails_for_its_drafts_is_rerun_without_them() -> None:
+    """L6: the drafter's token breaks the model, the requests go on."""
+    engine = harness(PERFECT)
+    tokens = first_tokens((0, 1, 0), 3)
+    engine.submit(make_request(max_tokens=8))
+    engine.step()
+    engine.model.faults = Faults(crash_if=lambda batch: batch.num_tokens > 1)
+    engine.step()
+    assert engine.model.num_steps == 3
+    assert engine.heard[RequestId("r")].token_ids == list(tokens[:2])
+    assert (speculation(engine).num_proposed, speculation(engine).switched_off) == (0, None)
+    engine.model.faults = Faults()
+    engine.drain()
+    engine.check_outputs()
+
+
+def test_an_interrupt_in_the_drafter_leaves_every_request_where_it_was() -> None:
+    """L6: blocks granted for the step go back."""
+    engine = harness(PERFECT, block_size=1)
+    engine.submit(make_request(max_tokens=8))
+    engine.step()
+    free = engine.engine.num_free_blocks
+    assert engine.watch is not None
+
+    def interrupt(rows: object) -> list[tuple[int, ...]]:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.watch.drafter, "propose", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.engine.step()
+    assert engine.engine.num_free_blocks == free
+    engine.drain()
+    engine.check_outputs()
+
+
+def test_closing_and_aborting_close_the_drafter() -> None:
+    for end in (Engine.close, Engine.abort):
+        engine = harness(PERFECT)
+        engine.submit(make_request(max_tokens=8))
+        engine.step()
+        end(engine.engine)
+        assert engine.watch is not None and engine.watch.drafter.closed
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_drafter_is_switched_off_and_the_answer_stays_the_same(fault: str) -> None:
+    """L6."""
+    engine = harness(Drafting("perfect", "fixed-3", fault=fault, good_calls=1))
+    assert finish(engine, make_request(max_tokens=12)).reason == "length"
+    assert speculation(engine).switched_off is not None
+    assert speculation(engine).num_accepted == 3
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_drafts_of_a_step_are_bounded_over_all_rows(limit: int) -> None:
+    engine = harness(Drafting("perfect", "fixed-4"), max_step_drafts=limit, max_num_batched_tokens=32)
+    for index in range(3):
+        engine.submit(make_request(f"r{index}", (0, 1, index), max_tokens=8))
+    most = 0
+    while engine.engine.has_work:
+        engine.step()
+        most = max(most, engine.engine.last_step.num_drafts)
+    assert most == limit
+    engine.check_outputs()

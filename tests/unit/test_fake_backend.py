@@ -10,7 +10,7 @@ import pytest
 from mvllm.backends.fake.backend import FakeBackend
 from mvllm.backends.fake.model import FakeModel, Faults, InjectedFault
 from mvllm.backends.fake.tags import FakeSampling, choose, tag_of
-from mvllm.core.engine.batcher import pack_sampling
+from mvllm.core.batch.sampling_arrays import SamplingPacker
 from mvllm.core.errors import EngineClosed
 from mvllm.core.step import ForwardBatch
 from mvllm.core.types import BlockId
@@ -28,7 +28,7 @@ def batch(tokens: list[int], start: int, table: list[int], block_size: int = 2) 
         context_lens=np.array([positions[-1] + 1], np.int32),
         block_tables=np.array([table], np.int32),
         logit_rows=np.array([], np.int32),
-        sampling=pack_sampling([]),
+        sampling=SamplingPacker().pack([]),
     )
 
 

@@ -20,9 +20,9 @@ from tests.paths import ROOT
 PACKAGES = {"mvllm": "mvllm", "core": "mvllm.core", "backends": "mvllm.backends", "cli": "mvllm.cli"}
 
 CORE_TIERS = [
-    {"types", "errors", "config", "cache_folder", "interrupts"},
+    {"types", "errors", "config", "cache_folder", "interrupts", "trace"},
     {"request", "step", "tensor"},
-    {"kv", "sched", "spec", "sampling", "model", "load", "text"},
+    {"kv", "sched", "batch", "spec", "sampling", "model", "load", "text"},
     {"engine"},
 ]
 """Inside core a module imports its own tier and those before it; `model.spec` belongs to the first."""
@@ -68,7 +68,7 @@ def _tier(module: str) -> int:
     return next(tier for tier, names in enumerate(CORE_TIERS) if part in names)
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "fake"])
+@pytest.mark.parametrize("name", ["reference", "cpu", "mlx", "fake"])
 def test_a_backend_imports_the_core_and_itself_only(name: str) -> None:
     for path in sorted((ROOT / "backends" / name).rglob("*.py")):
         for imported in _imports(path):

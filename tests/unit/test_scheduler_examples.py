@@ -191,6 +191,13 @@ def test_drafts_take_the_rest_of_the_budget_oldest_first() -> None:
     assert plan == StepPlan(rows=(PlannedRow(A, 5, 1, 2), PlannedRow(B, 5, 1, 1)))
 
 
+def test_drafts_of_all_rows_together_stop_at_the_limit_of_the_step() -> None:
+    first, second = running(A, 6, 5, 0, 1, max_drafts=2), running(B, 6, 5, 2, 3, max_drafts=2)
+    plan = scheduler(max_step_drafts=3).plan(view(first, second, free=6))
+    assert plan == StepPlan(rows=(PlannedRow(A, 5, 1, 2), PlannedRow(B, 5, 1, 1)))
+    assert scheduler(max_step_drafts=0).plan(view(first, free=6)) == StepPlan(rows=(PlannedRow(A, 5, 1),))
+
+
 def test_drafts_stop_at_the_limit_of_the_request() -> None:
     plan = scheduler().plan(view(running(A, 6, 5, 0, 1, limit=8, max_drafts=4), free=8))
     assert plan == StepPlan(rows=(PlannedRow(A, 5, 1, 1),))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mvllm.core.batch.sampling_row import SamplingRow
 from mvllm.core.engine.request_table import RequestTable
-from mvllm.core.engine.sampling_row import SamplingRow
 from mvllm.core.engine.view import scheduler_view
 from mvllm.core.kv.kv_manager import KvManager
 from mvllm.core.request import Request, SamplingParams

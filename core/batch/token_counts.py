@@ -37,6 +37,12 @@ class TokenCounts:
                 self.in_output.insert(index, 0)
             self.in_output[index] += 1
 
+    def copy(self) -> TokenCounts:
+        """Equal counts that can be changed on their own."""
+        other = TokenCounts(())
+        other.tokens, other.in_prompt, other.in_output = self.tokens[:], self.in_prompt[:], self.in_output[:]
+        return other
+
     def matches(self, prompt_token_ids: Sequence[TokenId], output_token_ids: Sequence[TokenId]) -> bool:
         """Whether these are the counts of those tokens; recounts everything."""
         fresh = TokenCounts(prompt_token_ids)

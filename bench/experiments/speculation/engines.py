@@ -1,0 +1,208 @@
+"""Models loaded once, and fresh engines around them: every run starts with empty caches."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mvllm.backends.registry import create_backend
+from mvllm.bench.experiments.speculation.recording import RecordingPolicy, StepSummary
+from mvllm.core.config import EngineConfig, ResolvedConfig, kv_bytes_per_token, resolve
+from mvllm.core.engine.engine import Engine
+from mvllm.core.load.contents import Checkpoint
+from mvllm.core.request import Request, SamplingParams
+from mvllm.core.spec.draft_length import DraftLengthPolicy
+from mvllm.core.spec.drafter import Drafter
+from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig
+from mvllm.core.spec.ngram_drafter import NgramDrafter
+from mvllm.core.spec.speculation import Speculation
+from mvllm.core.spec.vocabulary import ids_to_mask, token_texts
+from mvllm.core.step import TokensOut
+from mvllm.core.tensor import KvGeometry, Model
+from mvllm.core.types import RequestId, TokenId
+
+BLOCK_SIZE = 16
+MAX_STEP_DRAFTS = 64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the requests of a run draw their tokens."""
+
+    temperature: float = 0.0
+    seed: int = 1  # of the first request; the others count on from it
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One run. Decoding starts when every request has its first token."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    num_tokens: int  # output, all requests
+    num_decoded: int  # of these, output while decoding
+    ids_sha256: str  # of all output ids
+    steps: StepSummary
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second."""
+        return self.num_decoded / self.decode_seconds
+
+    @property
+    def whole_rate(self) -> float:
+        """Tokens per second, prompts included."""
+        return self.num_tokens / (self.prefill_seconds + self.decode_seconds)
+
+
+class TargetAndDrafter:
+    """A target model and, if wanted, a draft model, loaded for runs of up to `max_rows` requests.
+
+    Owns both; the engines made of them are thrown away without closing, for that would close the models.
+    """
+
+    def __init__(
+        self,
+        target: Checkpoint,
+        draft: Checkpoint | None,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        threads: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self._backend = create_backend(backend, threads=threads)
+        self.checkpoint = target
+        spec = self.checkpoint.spec
+        kv_dtype = self._backend.capabilities.kv_dtypes[0]
+        self.config: ResolvedConfig = resolve(
+            EngineConfig(
+                max_model_len=max_model_len,
+                max_num_seqs=max_rows,
+                block_size=BLOCK_SIZE,
+                num_kv_blocks=max_rows * (max_model_len // BLOCK_SIZE + 1),
+                max_step_drafts=MAX_STEP_DRAFTS,
+            ),
+            model_context=spec.context_length,
+            kv_bytes_per_token=kv_bytes_per_token(spec.kv_values_per_token, kv_dtype),
+            kv_dtype=kv_dtype,
+            speculates=True,
+        )
+        self.model: Model = self._backend.load(spec, self.checkpoint.weights, self._geometry())
+        self.draft_checkpoint = draft
+        self.draft_model = None if draft is None else self._load_drafter(draft)
+
+    def _geometry(self) -> KvGeometry:
+        config = self.config
+        return KvGeometry(
+            num_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
+            max_context=config.max_model_len,
+            max_batch_tokens=config.max_num_batched_tokens,
+            max_batch_rows=config.max_num_seqs,
+            max_logit_rows=config.max_logit_rows,
+            dtype=config.kv_dtype,
+        )
+
+    def _load_drafter(self, draft: Checkpoint) -> Model:
+        spec, target = draft.spec, self.checkpoint
+        masked = ids_to_mask(
+            token_texts(target.text, target.spec.vocab_size),
+            token_texts(draft.text, spec.vocab_size),
+        )
+        self._drafter_config = ModelDrafterConfig(
+            num_kv_blocks=self.config.num_kv_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=min(self.config.max_model_len, spec.context_length),
+            max_num_seqs=self.config.max_num_seqs,
+            vocab_size=spec.vocab_size,
+            masked_token_ids=masked,
+        )
+        geometry = self._drafter_config.geometry(self.config.kv_dtype)
+        return self._backend.load(spec, draft.weights, geometry)
+
+    def drafter(self, kind: str) -> Drafter:
+        """A drafter with nothing cached: "ngram" or "model"."""
+        if kind == "ngram":
+            return NgramDrafter()
+        if self.draft_model is None:
+            raise ValueError("no draft model was loaded")
+        return ModelDrafter(self.draft_model, self._drafter_config)
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[TokenId]],
+        num_tokens: int,
+        sampling: Sampling,
+        *,
+        drafter: str | None = None,
+        policy: DraftLengthPolicy | None = None,
+    ) -> Measurement:
+        """Answer all prompts in one batch, each with exactly `num_tokens` tokens.
+
+        Args:
+            drafter, policy: None, both of them: without speculation.
+        """
+        recording = None if policy is None else RecordingPolicy(policy)
+        speculation = None
+        if drafter is not None and recording is not None:
+            speculation = Speculation(self.drafter(drafter), recording)
+        engine = self._engine(speculation)
+        started = time.perf_counter()
+        ids, decoding, num_prefilled = _answer_all(engine, prompts, num_tokens, sampling)
+        ended = time.perf_counter()
+        total = sum(map(len, ids))
+        speculated = engine.totals.speculation
+        if speculated is not None and speculated.switched_off is not None:
+            raise RuntimeError(f"speculation was switched off: {speculated.switched_off}")
+        return Measurement(
+            prefill_seconds=decoding - started,
+            decode_seconds=ended - decoding,
+            num_tokens=total,
+            num_decoded=total - num_prefilled,
+            ids_sha256=hashlib.sha256(repr(ids).encode()).hexdigest(),
+            steps=StepSummary.of(recording.steps if recording is not None else []),
+        )
+
+    def answer(self, prompt: Sequence[TokenId], num_tokens: int, sampling: Sampling) -> list[TokenId]:
+        """Output ids of one request, without speculation."""
+        [ids], _, _ = _answer_all(self._engine(None), [prompt], num_tokens, sampling)
+        return ids
+
+    def _engine(self, speculation: Speculation | None) -> Engine:
+        return Engine(
+            self.model,
+            self.config,
+            vocab_size=self.checkpoint.spec.vocab_size,
+            speculation=speculation,
+            clock=time.perf_counter,
+        )
+
+    def close(self) -> None:
+        self.model.close()
+        if self.draft_model is not None:
+            self.draft_model.close()
+
+
+def _answer_all(
+    engine: Engine, prompts: Sequence[Sequence[TokenId]], num_tokens: int, sampling: Sampling
+) -> tuple[list[list[TokenId]], float, int]:
+    """Output ids of each request; when every request had its first token; how many tokens there were then."""
+    params = SamplingParams(temperature=sampling.temperature, ignore_eos=True, max_tokens=num_tokens)
+    ids: dict[RequestId, list[TokenId]] = {}
+    for number, prompt in enumerate(prompts):
+        id = RequestId(str(number))
+        ids[id] = []
+        engine.submit(Request(id, tuple(prompt), params, sampling.seed + number, num_tokens))
+    decoding, num_prefilled = 0.0, 0
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokensOut):
+                ids[event.id] += event.token_ids
+        if not num_prefilled and all(ids.values()):
+            num_prefilled, decoding = sum(map(len, ids.values())), time.perf_counter()
+    if any(len(answer) != num_tokens for answer in ids.values()):
+        raise RuntimeError(f"some of {len(prompts)} requests did not answer with {num_tokens} tokens")
+    return list(ids.values()), decoding, num_prefilled

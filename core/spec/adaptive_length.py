@@ -1,0 +1,220 @@
+"""The draft lengths that give the most tokens per second, as far as past steps tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+from mvllm.core.spec.acceptance import AcceptanceModel
+from mvllm.core.spec.draft_length import (
+    DraftDemand,
+    DraftLengthPolicy,
+    DraftResult,
+    SpeculationStep,
+)
+from mvllm.core.spec.step_costs import SMALL_CATCH_UP, DraftCosts, ForwardCosts
+from mvllm.core.types import RequestId
+
+DEFAULT_ADAPTIVE_MAX = 16
+FIRST_LENGTH = 2  # longest drafts as long as nothing is known of the drafter's cost
+PROBE_SHARE = 0.006  # of the time, that probing may lose
+PROBE_HOPE = 0.85  # chance of acceptance at which drafting has to pay for a probe to make sense
+MAX_PROBE = 4  # drafts
+MAX_SAVINGS = 32  # steps' time: probes can't slow down a text by more at a time
+PLAIN_EVERY = 128  # steps between measurements of a step without drafts
+CATCH_UP_ROUNDS = 64  # rounds of drafting over which the cost of catching up has to come back
+PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
+LEAST_GAIN = 0.02  # of tokens per second, if all rows may draft; for less it is not worth the risk
+LEAST_SURVIVAL = 0.02  # drafts less likely to be accepted than this are not considered
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the policy keeps of a request."""
+
+    covered: int = 0  # tokens, from the first, that the drafter has probably seen
+    num_tokens: int = 0  # when `lengths` was asked last
+    asked: int = 0  # drafts allowed in the step under way
+    proposing: float = 1.0  # share of rounds in which the drafter used the permission
+
+    @property
+    def unseen(self) -> int:
+        return self.num_tokens - self.covered
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Drafts that are expected not to pay, to see whether that is still so."""
+
+    id: RequestId
+    length: int
+    draft_seconds: float  # expected
+    forward_seconds: float  # expected, beyond the step without it
+
+
+class AdaptiveLength(DraftLengthPolicy):
+    """Maximises expected tokens per expected second over the whole batch.
+
+    The drafts of all rows, most likely to be accepted first, are added to the step while the
+    ratio of tokens to seconds rises; rows for which that says 0 draft nothing, and cost nothing. One of
+    them is probed when what may be lost by it has been saved up: `PROBE_SHARE` of all time. Cost of
+    forwards, of draft passes and of catching up with unseen tokens are measured; so are chances of
+    acceptance (`acceptance.py`).
+
+    Args:
+        max_length: most drafts of a row.
+    """
+
+    def __init__(self, max_length: int = DEFAULT_ADAPTIVE_MAX) -> None:
+        self._max_length = max_length
+        self._acceptance = AcceptanceModel()
+        self._forward = ForwardCosts()
+        self._draft = DraftCosts()
+        self._rows: dict[RequestId, _Row] = {}
+        self._savings = 0.0  # seconds that probes may lose now
+        self._probe: _Probe | None = None  # in the step under way
+        self._catching_up = 0.0  # seconds spent for rows that have had no draft since
+        self._since_plain = 0  # steps with drafts since the last one without
+
+    # --- decide ------------------------------------------------------------------------------------------
+
+    def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
+        for demand in rows:
+            row = self._rows.setdefault(demand.id, _Row())
+            row.num_tokens, row.asked = demand.num_tokens, 0
+        self._probe = None
+        if rows and self._forward.seconds(len(rows), len(rows)) > 0.0 and self._since_plain < PLAIN_EVERY:
+            chances = [self._acceptance.survival(demand.id, self._cap(demand)) for demand in rows]
+            chosen = self._best(rows, chances, len(rows))
+            idle = [demand for demand in rows if demand.limit > 0 and demand.id not in chosen]
+            if idle:
+                self._probe = self._affordable_probe(idle, len(rows), len(rows) + sum(chosen.values()))
+                if self._probe is not None:
+                    chosen[self._probe.id] = self._probe.length
+            for id, length in chosen.items():
+                self._rows[id].asked = length
+        return [self._rows[demand.id].asked for demand in rows]
+
+    def _cap(self, demand: DraftDemand) -> int:
+        cap = self._max_length if self._draft.known else min(FIRST_LENGTH, self._max_length)
+        return min(cap, demand.limit)
+
+    def _best(
+        self, candidates: Sequence[DraftDemand], chances: Sequence[Sequence[float]], num_rows: int
+    ) -> dict[RequestId, int]:
+        """Lengths above 0 of the candidates in a step of `num_rows` decoding rows.
+
+        A draft can only be accepted after those before it, so each row's chances fall; merged by falling
+        chance, every prefix of the list is the best choice of so many drafts.
+
+        Args:
+            chances: for each candidate, those that its first 1, 2, ... drafts are all accepted.
+        """
+        offers = [
+            (-chance, index, place)
+            for index, alive in enumerate(chances)
+            for place, chance in enumerate(alive)
+            if chance > LEAST_SURVIVAL
+        ]
+        if len(candidates) > 1:
+            offers.sort()
+        forward = self._forward.curve(num_rows)
+        passes, catch_up = self._draft.pass_table(len(candidates)), self._draft.catch_up_seconds()
+        tokens, expected, draft_seconds = float(num_rows), float(num_rows), 0.0
+        least_gain = 1.0 + LEAST_GAIN * len(candidates) / num_rows
+        best_rate, best_count = least_gain * expected / forward.seconds(num_rows), 0
+        depths = [0] * self._max_length  # rows that draft at each place
+        for count, (chance, index, place) in enumerate(offers):
+            row = self._rows[candidates[index].id]
+            depth = depths[place] = depths[place] + 1
+            draft_seconds += passes[depth] - passes[depth - 1]
+            if place == 0:
+                draft_seconds += catch_up * row.unseen / CATCH_UP_ROUNDS
+            tokens += row.proposing
+            expected -= chance * row.proposing
+            seconds = forward.seconds(tokens) + draft_seconds
+            if expected / seconds > best_rate:
+                best_rate, best_count = expected / seconds, count + 1
+            elif expected - chance * (len(offers) - count) < best_rate * seconds:
+                break  # not even if all that follow were as likely, and free
+        lengths: dict[RequestId, int] = {}
+        for _, index, place in offers[:best_count]:
+            lengths[candidates[index].id] = place + 1
+        return lengths
+
+    def _affordable_probe(self, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int) -> _Probe | None:
+        """Drafts for the row of which least is known, if they may pay and their cost was saved up."""
+        uncertain = max(idle, key=lambda demand: self._acceptance.variance(demand.id))
+        hope = list(accumulate([PROBE_HOPE] * self._cap(uncertain), mul))
+        if not self._best([uncertain], [hope], num_rows):
+            return None
+        plain = self._forward.seconds(num_rows, num_tokens)
+        catch_up = self._draft.catch_up_seconds() * self._rows[uncertain.id].unseen
+        each = self._draft.pass_seconds(1) + self._forward.seconds(num_rows, num_tokens + 1) - plain
+        # A row that was expensive to catch up should tell more than one outcome.
+        length = min(1 + int(catch_up / each) if each > 0.0 else 1, MAX_PROBE, self._cap(uncertain))
+        drafting = catch_up + length * self._draft.pass_seconds(1)
+        forward = self._forward.seconds(num_rows, num_tokens + length) - plain
+        if drafting + forward > self._savings:
+            return None
+        return _Probe(uncertain.id, length, drafting, forward)
+
+    # --- learn -------------------------------------------------------------------------------------------
+
+    def observe(self, step: SpeculationStep) -> None:
+        results = [result for result in step.results if result.id in self._rows]
+        self._observe_forward(step)
+        self._observe_drafts(step, results)
+        self._account(step)
+        self._acceptance.observe(step.results)
+        for result in results:
+            row = self._rows[result.id]
+            if row.asked > 0:
+                row.proposing += PROPOSING_WEIGHT * (float(result.proposed > 0) - row.proposing)
+
+    def _observe_forward(self, step: SpeculationStep) -> None:
+        num_drafts = sum([result.proposed for result in step.results])
+        if step.num_rows == len(step.results) and step.num_tokens == step.num_rows + num_drafts:
+            self._forward.add(step.num_rows, step.num_tokens, step.forward_seconds)
+            self._since_plain = 0 if step.num_tokens == step.num_rows else self._since_plain + 1
+
+    def _observe_drafts(self, step: SpeculationStep, results: Sequence[DraftResult]) -> None:
+        asked = [(self._rows[result.id], result) for result in results if self._rows[result.id].asked > 0]
+        if not asked:
+            return
+        passes = max([result.proposed for _, result in asked])
+        behind = [(row, result) for row, result in asked if row.unseen > SMALL_CATCH_UP]
+        caught_up = sum([row.unseen for row, result in behind if result.proposed > 0])
+        if caught_up:
+            self._draft.add_catch_up(caught_up, len(asked), passes, self._catching_up + step.draft_seconds)
+        elif not behind:
+            self._draft.add_passes(len(asked), passes, step.draft_seconds)
+        # Several steps may pass before a row that was far behind gets its first draft.
+        if behind and not caught_up:
+            self._catching_up += step.draft_seconds - passes * self._draft.pass_seconds(len(asked))
+        else:
+            self._catching_up = 0.0
+        for row, result in asked:
+            if result.proposed > 0:
+                row.covered = row.num_tokens + result.accepted
+
+    def _account(self, step: SpeculationStep) -> None:
+        """Save a share of the step's time for probes; take what a probe has lost, or add what it has won."""
+        saved = self._savings + PROBE_SHARE * step.forward_seconds
+        self._savings = min(saved, MAX_SAVINGS * step.forward_seconds)
+        probe, self._probe = self._probe, None
+        if probe is None:
+            return
+        result = next((result for result in step.results if result.id == probe.id), None)
+        drafting = step.draft_seconds if step.num_drafting_rows == 1 else probe.draft_seconds
+        if result is None or result.proposed == 0:
+            self._savings -= drafting
+        else:
+            gained = result.accepted * self._forward.seconds(step.num_rows, step.num_rows) / step.num_rows
+            self._savings -= drafting + probe.forward_seconds - gained
+
+    def release(self, id: RequestId) -> None:
+        self._rows.pop(id, None)
+        self._acceptance.release(id)

@@ -1,0 +1,193 @@
+"""What a draft model's KV cache holds of each sequence, and what the next step adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from mvllm.core.errors import InvariantViolation
+from mvllm.core.kv.kv_manager import KvManager
+from mvllm.core.spec.drafter import DraftRow
+from mvllm.core.step import Admission, KvCommit, KvGrant, PlannedRow, PrefixProbe, StepPlan
+from mvllm.core.types import BlockId, RequestId, TokenId, ceil_div
+
+VERIFIED_LAG = 2
+"""Most committed tokens without KV after a verification in which every draft was right: the last draft, which
+the drafter never computed, and the token that the target added."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftJob:
+    """Compute positions `[start, end)` of a row's tokens, then draw drafts if that reaches their end."""
+
+    row: DraftRow
+    start: int
+    end: int
+    num_drafts: int  # 0 unless end is the number of tokens
+    probe: PrefixProbe | None  # of a row that enters the cache with this step
+
+    @property
+    def planned(self) -> PlannedRow:
+        # The last draft is drawn, never computed.
+        return PlannedRow(self.row.id, self.start, self.end - self.start, max(0, self.num_drafts - 1))
+
+
+@dataclass(slots=True)
+class _Sequence:
+    num_computed: int  # of its committed tokens; c(r) of the KV manager
+    written: tuple[TokenId, ...] = ()  # tokens whose KV lies past that, right or wrong
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is left for the rest of a step."""
+
+    tokens: int
+    blocks: int
+    pinned: set[BlockId] = field(default_factory=set)  # idle blocks that hits of this step take
+    in_flight: set[Hashable] = field(default_factory=set)  # blocks that rows of this step complete next
+
+
+class DraftCache:
+    """Owns the KV manager of a draft model and what is written past the committed positions; does not
+    own the model.
+
+    Rows come with every call as the target committed them. What was written for drafts is compared
+    with that, the common prefix is kept and the rest rolled back; so an accepted draft is never
+    computed again, and the drafter needs no word from the verifier.
+
+    Args:
+        num_blocks, block_size: shape of the draft model's KV pool.
+        max_context: longest sequence, tokens.
+        catch_up_tokens: most committed tokens computed in one step, all rows together; at least
+            `VERIFIED_LAG` for each row that may come.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_context: int,
+        catch_up_tokens: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self._kv = KvManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        self._max_context = max_context
+        self._catch_up_tokens = catch_up_tokens
+        self._sequences: dict[RequestId, _Sequence] = {}
+
+    def limit(self, id: RequestId, num_tokens: int) -> int:
+        """Most drafts that context, pool and catch-up budget allow a sequence of `num_tokens` tokens now."""
+        sequence = self._sequences.get(id)
+        num_known = 0 if sequence is None else sequence.num_computed + len(sequence.written)
+        if num_tokens - num_known > self._catch_up_tokens:
+            return 0
+        num_blocks = self._kv.num_free + self._kv.num_idle + len(self._kv.table(id))
+        room = min(self._max_context, num_blocks * self._kv.block_size) - num_tokens
+        return max(0, room + 1)
+
+    def begin(self, rows: Sequence[DraftRow]) -> tuple[list[DraftJob], KvGrant]:
+        """Roll every row back to what was committed, and open the blocks of the next step.
+
+        Rows in the cache come first, those with little to catch up before the others; a row that finds
+        no room for all of its tokens is left out, and so is one that could share the block which
+        another is about to complete. A row that wants no drafts is left alone as long as a single step
+        can catch it up.
+        """
+        for row in rows:
+            self._settle(row)
+        known = [row for row in rows if row.id in self._sequences]
+        known.sort(key=lambda row: self._lag(row) > VERIFIED_LAG)
+        entering = [row for row in rows if row.id not in self._sequences]
+        room = _Room(self._catch_up_tokens, self._kv.num_free + self._kv.num_idle)
+        jobs = [job for row in (*known, *entering) if (job := self._job(row, room)) is not None]
+        plan = StepPlan(
+            admits=tuple(
+                Admission(job.row.id, job.probe.hit_block_ids) for job in jobs if job.probe is not None
+            ),
+            rows=tuple(job.planned for job in jobs),
+        )
+        grant = self._kv.grant(plan, {job.row.id: job.row.cache_salt for job in jobs})
+        for job in jobs:
+            if job.probe is not None:
+                self._sequences[job.row.id] = _Sequence(job.start)
+        return jobs, grant
+
+    def written(self, job: DraftJob, drafts: tuple[TokenId, ...]) -> None:
+        """Record that the KV of the job's positions and of `drafts` after them was computed."""
+        sequence = self._sequences[job.row.id]
+        sequence.written = (*job.row.token_ids[job.start : job.end], *drafts)
+
+    def release(self, id: RequestId) -> None:
+        """Forget a row; what it shares stays cached. Unknown ids are ignored."""
+        if self._sequences.pop(id, None) is not None:
+            self._kv.release(id)
+
+    def check_integrity(self, live: frozenset[RequestId]) -> None:
+        """Raise `InvariantViolation` if the parts contradict each other or a row is not in `live`."""
+        self._kv.check_integrity()
+        if self._kv.live_ids() != self._sequences.keys() or not self._sequences.keys() <= live:
+            raise InvariantViolation(
+                f"L4: draft sequences {sorted(self._sequences)}, draft tables {sorted(self._kv.live_ids())}, "
+                f"live requests {sorted(live)}"
+            )
+        for id, sequence in self._sequences.items():
+            num_positions = sequence.num_computed + len(sequence.written)
+            if num_positions > len(self._kv.table(id)) * self._kv.block_size:
+                raise InvariantViolation(f"K3: row {id!r} has {num_positions} positions in too few blocks")
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    def _settle(self, row: DraftRow) -> None:
+        """Keep what was computed as far as it agrees with the committed tokens, but for the last of these:
+        computing it gives the logits of the first draft."""
+        sequence = self._sequences.get(row.id)
+        if sequence is None:
+            return
+        if len(row.token_ids) > self._max_context:
+            self.release(row.id)
+            return
+        known = sequence.num_computed
+        committed = row.token_ids[known : known + len(sequence.written)]
+        agreed = _common_length(sequence.written, committed)
+        sequence.num_computed = min(known + agreed, len(row.token_ids) - 1)
+        sequence.written = ()
+        self._kv.commit([KvCommit(row.id, row.token_ids, sequence.num_computed)])
+
+    def _lag(self, row: DraftRow) -> int:
+        return len(row.token_ids) - self._sequences[row.id].num_computed
+
+    def _job(self, row: DraftRow, room: _Room) -> DraftJob | None:
+        """What the step computes of a row; takes it out of `room`."""
+        num_tokens = len(row.token_ids)
+        if num_tokens > self._max_context:
+            return None
+        sequence = self._sequences.get(row.id)
+        probe = self._kv.probe(row.token_ids, row.cache_salt) if sequence is None else None
+        held = self._kv.table(row.id) if probe is None else probe.hit_block_ids
+        start = len(held) * self._kv.block_size if sequence is None else sequence.num_computed
+        lag = num_tokens - (start if probe is None else 0)  # what `limit` takes it for
+        wanted = row.max_drafts > 0 or lag > self._catch_up_tokens
+        count = min(num_tokens - start, room.tokens)
+        next_key = self._kv.next_block_key(row.id, row.token_ids) if probe is None else probe.next_block_key
+        if not wanted or count == 0 or (probe is not None and next_key in room.in_flight):
+            return None
+        newly_pinned = frozenset() if probe is None else probe.idle_block_ids - room.pinned
+        num_blocks = room.blocks - len(newly_pinned) + len(held)  # it could have in all
+        room_for = min(num_blocks * self._kv.block_size, self._max_context) - num_tokens
+        if room_for < 0:
+            return None
+        num_drafts = min(row.max_drafts, room_for + 1) if start + count == num_tokens else 0
+        end = num_tokens + max(0, num_drafts - 1)
+        room.blocks = num_blocks - max(len(held), ceil_div(end, self._kv.block_size))
+        room.tokens -= count
+        room.pinned |= newly_pinned
+        if next_key is not None:
+            room.in_flight.add(next_key)
+        return DraftJob(row, start, start + count, num_drafts, probe)
+
+
+def _common_length(first: Sequence[TokenId], second: Sequence[TokenId]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -1,0 +1,52 @@
+"""What a drafter is: anything that guesses the next tokens of a sequence.
+
+A guess costs time and never changes an answer: the target model computes every drafted position itself, and
+only tokens that it would have chosen anyway are kept (`verifier.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mvllm.core.batch.row_sampling import RowSampling
+from mvllm.core.types import RequestId, TokenId
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """A running request for which tokens may be drafted in this step."""
+
+    id: RequestId
+    token_ids: Sequence[TokenId]  # prompt and output so far; only read, and only during the call
+    max_drafts: int  # at most so many; 0: nothing is wanted now, but the drafter may catch up
+    sampling: RowSampling  # how the target will draw the tokens that follow
+    cache_salt: str  # requests share cached prefixes only with equal salts
+
+
+class Drafter(ABC):
+    """Proposes tokens. Subclass it to bring your own; the engine calls it from its stepping thread only.
+
+    An exception from `propose` or an illegal proposal fails no request: the engine goes on without drafts.
+    """
+
+    name: str
+
+    def limit(self, id: RequestId, num_tokens: int) -> int:
+        """Most drafts it could give a sequence of `num_tokens` tokens in this step; the scheduler reserves
+        no more. Without a limit of its own: a large number."""
+        return 1 << 30
+
+    @abstractmethod
+    def propose(self, rows: Sequence[DraftRow]) -> list[tuple[TokenId, ...]]:
+        """Drafts for each row, in order: at most `max_drafts` token ids, () for none."""
+
+    def release(self, id: RequestId) -> None:
+        """The request was preempted or has ended: forget it. Unknown ids are ignored."""
+
+    def check_integrity(self, live: frozenset[RequestId]) -> None:
+        """Raise `InvariantViolation` if its state contradicts itself or names a request outside `live`."""
+
+    def close(self) -> None:
+        """Release memory and threads; idempotent."""

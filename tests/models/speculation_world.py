@@ -1,0 +1,157 @@
+"""An engine's drafting in simulation: what each part of a step takes and which drafts are right are given,
+time is added up by hand.
+
+A text is fixed beforehand: at each position a draft is right, wrong, or not to be had, whatever the policy
+does. So two policies differ in time only, as in the engine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mvllm.core.spec.draft_length import DraftDemand, DraftLengthPolicy, DraftResult, SpeculationStep
+from mvllm.core.types import RequestId
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a drafter would do at each position of one request's output."""
+
+    right: Sequence[bool]  # a draft of this token would be right, if those before it were
+    proposes: Sequence[bool]  # the drafter has a proposal when it starts here
+
+    def __len__(self) -> int:
+        return len(self.right)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the parts of a step."""
+
+    forward: Callable[[int, int], float]  # of rows and tokens
+    draft_pass: Callable[[int], float]  # of rows that draft in it
+    catch_up: float = 0.0  # per token that the drafter has not seen
+    noise: float = 0.0  # relative standard deviation of every measurement
+    disturbed: float = 0.0  # share of steps that take three times as long
+
+
+@dataclass
+class Run:
+    """What came of a simulated run."""
+
+    seconds: float = 0.0  # undisturbed, so that runs can be compared
+    tokens: int = 0
+    lengths: list[list[int]] = field(default_factory=list)  # [step][row still running]
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def simulate(
+    policy: DraftLengthPolicy,
+    texts: Sequence[Text],
+    costs: Costs,
+    *,
+    prompt: int = 100,
+    max_drafts: int = 32,
+    seed: int = 0,
+    first_id: int = 0,
+) -> Run:
+    """Generate all texts in one batch, from their prompts of `prompt` tokens, to the end of each."""
+    rng = random.Random(seed)
+    run = Run()
+    done = [0] * len(texts)
+    seen = [0] * len(texts)  # tokens of prompt and text the drafter knows
+    while running := [i for i, text in enumerate(texts) if done[i] < len(text)]:
+        demands = [
+            DraftDemand(
+                RequestId(str(first_id + i)),
+                prompt + done[i],
+                min(max_drafts, len(texts[i]) - done[i] - 1),
+            )
+            for i in running
+        ]
+        lengths = policy.lengths(demands)
+        assert all(0 <= length <= demand.limit for length, demand in zip(lengths, demands, strict=True))
+        run.lengths.append(lengths)
+        proposed = [
+            length if texts[i].proposes[done[i]] else 0 for i, length in zip(running, lengths, strict=True)
+        ]
+        accepted = [
+            _accepted(texts[i].right, done[i], count) for i, count in zip(running, proposed, strict=True)
+        ]
+        draft_seconds = 0.0
+        for i, length, count in zip(running, lengths, accepted, strict=True):
+            if length > 0:
+                draft_seconds += costs.catch_up * (prompt + done[i] - seen[i])
+                seen[i] = prompt + done[i] + count
+        for place in range(max(proposed)):
+            draft_seconds += costs.draft_pass(sum(count > place for count in proposed))
+        num_tokens = len(running) + sum(proposed)
+        forward_seconds = costs.forward(len(running), num_tokens)
+        for i, count in zip(running, accepted, strict=True):
+            done[i] += count + 1
+            run.tokens += count + 1
+        run.seconds += draft_seconds + forward_seconds
+        policy.observe(
+            SpeculationStep(
+                results=tuple(map(DraftResult, [demand.id for demand in demands], proposed, accepted)),
+                num_rows=len(running),
+                num_tokens=num_tokens,
+                num_prefill_tokens=0,
+                context_tokens=sum(demand.num_tokens for demand in demands) + sum(proposed),
+                draft_seconds=draft_seconds * _disturbance(costs, rng),
+                forward_seconds=forward_seconds * _disturbance(costs, rng),
+                num_drafting_rows=sum(length > 0 for length in lengths),
+            )
+        )
+        for i, demand in zip(running, demands, strict=True):
+            if done[i] >= len(texts[i]):
+                policy.release(demand.id)
+    return run
+
+
+def _accepted(right: Sequence[bool], start: int, proposed: int) -> int:
+    return next((count for count in range(proposed) if not right[start + count]), proposed)
+
+
+def _disturbance(costs: Costs, rng: random.Random) -> float:
+    factor = max(0.5, rng.gauss(1.0, costs.noise))
+    return factor * 3.0 if rng.random() < costs.disturbed else factor
+
+
+# --- texts -------------------------------------------------------------------------------------------------
+
+
+def even_text(length: int, chance: float, seed: int) -> Text:
+    """Each draft is right with the same chance; the drafter always has one."""
+    rng = random.Random(seed)
+    return Text([rng.random() < chance for _ in range(length)], [True] * length)
+
+
+def copied_text(length: int, share: float, run: int, seed: int, *, false_matches: float = 0.1) -> Text:
+    """Runs of about `run` copied tokens, in which drafts are right, make up `share` of the text; between them
+    the drafter has seldom a proposal, and a wrong one."""
+    rng = random.Random(seed)
+    right: list[bool] = []
+    proposes: list[bool] = []
+    gap = run * (1.0 - share) / share if share > 0 else length
+    while len(right) < length:
+        count = 1 + int(rng.expovariate(1.0 / max(gap, 1e-9))) if share < 1 else 1
+        right += [False] * count
+        proposes += [rng.random() < false_matches for _ in range(count)]
+        if share > 0:
+            count = 1 + int(rng.expovariate(1.0 / run))
+            right += [True] * count
+            proposes += [True] * count
+    return Text(right[:length], proposes[:length])
+
+
+def joined(*texts: Text) -> Text:
+    return Text(
+        [value for text in texts for value in text.right],
+        [value for text in texts for value in text.proposes],
+    )

@@ -1,0 +1,83 @@
+"""Planted bugs of the adaptive policy, and the check that notices each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mvllm.core.spec import acceptance, adaptive_length, step_costs
+from mvllm.core.spec.draft_length import DraftDemand, DraftResult, SpeculationStep
+from mvllm.core.types import RequestId
+from tests.mutants.mutant import Mutant
+
+_survival = acceptance.AcceptanceModel.survival
+_curve = step_costs.ForwardCurve.seconds
+
+
+def _learns_no_acceptance(self: acceptance.AcceptanceModel, results: Iterable[DraftResult]) -> None:
+    pass
+
+
+def _forgets_that_drafts_depend_on_those_before(
+    self: acceptance.AcceptanceModel, id: RequestId, length: int
+) -> list[float]:
+    return _survival(self, id, 1) * length
+
+
+def _more_tokens_cost_nothing(self: step_costs.ForwardCurve, tokens: float) -> float:
+    return self._seconds[0] if self._seconds else 0.0
+
+
+def _drafting_costs_nothing(self: step_costs.DraftCosts, rows: int) -> float:
+    return 0.0
+
+
+def _catching_up_costs_nothing(self: step_costs.DraftCosts) -> float:
+    return 0.0
+
+
+def _never_probes(
+    self: adaptive_length.AdaptiveLength, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int
+) -> None:
+    pass
+
+
+def _probes_cost_nothing(self: adaptive_length.AdaptiveLength, step: SpeculationStep) -> None:
+    self._savings = 1e9
+
+
+def _tokens_seem_to_cost_four_times_as_much(self: step_costs.ForwardCurve, tokens: float) -> float:
+    return _curve(self, 1.0 + 4.0 * (tokens - 1.0))
+
+
+MUTANTS: dict[str, Mutant] = {
+    "acceptance is not learned": Mutant(
+        acceptance.AcceptanceModel, "observe", _learns_no_acceptance, "model, never right"
+    ),
+    "every draft counts as a first one": Mutant(
+        acceptance.AcceptanceModel,
+        "survival",
+        _forgets_that_drafts_depend_on_those_before,
+        "model, often right",
+    ),
+    "more tokens cost nothing": Mutant(
+        step_costs.ForwardCurve, "seconds", _more_tokens_cost_nothing, "every token costs"
+    ),
+    "tokens seem to cost four times as much": Mutant(
+        step_costs.ForwardCurve,
+        "seconds",
+        _tokens_seem_to_cost_four_times_as_much,
+        "free drafts, always right",
+    ),
+    "drafting costs nothing": Mutant(
+        step_costs.DraftCosts, "pass_seconds", _drafting_costs_nothing, "drafter as dear as the target"
+    ),
+    "catching up costs nothing": Mutant(
+        step_costs.DraftCosts, "catch_up_seconds", _catching_up_costs_nothing, "catching up is dear"
+    ),
+    "it never probes": Mutant(
+        adaptive_length.AdaptiveLength, "_affordable_probe", _never_probes, "the text becomes better"
+    ),
+    "probes cost nothing": Mutant(
+        adaptive_length.AdaptiveLength, "_account", _probes_cost_nothing, "model, never right"
+    ),
+}

@@ -1,0 +1,211 @@
+"""The adaptive policy in worlds whose costs and texts are known: no clock, no model.
+
+Every world starts with a policy that knows nothing. It is compared with the best constant length of the
+same world, which knows everything.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+
+from mvllm.core.spec.adaptive_length import AdaptiveLength
+from mvllm.core.spec.draft_length import DraftDemand, DraftLengthPolicy, FixedLength
+from mvllm.core.spec.length_policies import create_policy
+from mvllm.core.types import RequestId
+from tests.models.speculation_world import (
+    Costs,
+    Run,
+    Text,
+    copied_text,
+    even_text,
+    joined,
+    simulate,
+)
+from tests.mutants.adaptive_length import MUTANTS
+
+LENGTH = 500  # tokens of a text
+CONSTANTS = (0, 1, 2, 3, 4, 6, 8, 16)
+
+
+def memory_bound(rows: int, tokens: int) -> float:
+    """A forward that mostly reads weights, up to eight tokens; then it computes."""
+    return 0.030 + 0.001 * rows + 0.0018 * tokens + 0.003 * max(0, tokens - 8)
+
+
+def compute_bound(rows: int, tokens: int) -> float:
+    return 0.03 + 0.015 * tokens
+
+
+def with_a_jump(rows: int, tokens: int) -> float:
+    """One token has a kernel of its own."""
+    return 0.033 if tokens == 1 else 0.045 + 0.001 * tokens
+
+
+def small_model(rows: int) -> float:
+    return 0.012 + 0.0005 * rows
+
+
+def large_model(rows: int) -> float:
+    return 0.030 + 0.002 * rows
+
+
+def lookup(rows: int) -> float:
+    return 0.00003
+
+
+MODEL, FREE = Costs(memory_bound, small_model), Costs(memory_bound, lookup)
+DEAR, STEEP, JUMP = (
+    Costs(memory_bound, large_model),
+    Costs(compute_bound, lookup),
+    Costs(with_a_jump, lookup),
+)
+
+
+@dataclass(frozen=True)
+class World:
+    costs: Costs
+    text: Callable[[int], Text]  # by seed
+    rows: int = 1
+    near: float = 0.95  # share of the best constant length's rate that is wanted
+
+    def run(self, policy: DraftLengthPolicy, *, seed: int = 0, **changes: float) -> Run:
+        texts = [self.text(10 * seed + row) for row in range(self.rows)]
+        return simulate(policy, texts, replace(self.costs, **changes), seed=seed)
+
+
+WORLDS = {
+    "model, nearly always right": World(MODEL, lambda seed: even_text(LENGTH, 0.85, seed)),
+    "model, often right": World(MODEL, lambda seed: even_text(LENGTH, 0.6, seed)),
+    "model, seldom right": World(MODEL, lambda seed: even_text(LENGTH, 0.25, seed)),
+    "model, never right": World(MODEL, lambda seed: even_text(LENGTH, 0.0, seed)),
+    "free drafts, nearly always right": World(FREE, lambda seed: even_text(LENGTH, 0.9, seed)),
+    "free drafts, always right": World(FREE, lambda seed: even_text(LENGTH, 1.0, seed)),
+    "free drafts, seldom right": World(FREE, lambda seed: even_text(LENGTH, 0.2, seed)),
+    "drafter as dear as the target": World(DEAR, lambda seed: even_text(LENGTH, 0.8, seed)),
+    "every token costs": World(STEEP, lambda seed: even_text(LENGTH, 0.7, seed)),
+    "the first draft costs most": World(JUMP, lambda seed: even_text(LENGTH, 0.7, seed)),
+    "copies, long": World(FREE, lambda seed: copied_text(LENGTH, 0.8, 40, seed)),
+    # Seven copies, most drafts before them wrong: little to learn from.
+    "copies, short and rare": World(FREE, lambda seed: copied_text(LENGTH, 0.3, 20, seed), near=0.92),
+    "false matches": World(STEEP, lambda seed: copied_text(LENGTH, 0.0, 1, seed, false_matches=0.5)),
+    "eight rows, free drafts": World(FREE, lambda seed: even_text(300, 0.8, seed), rows=8),
+    "eight rows, never right": World(MODEL, lambda seed: even_text(300, 0.0, seed), rows=8),
+    "eight rows, copies": World(FREE, lambda seed: copied_text(300, 0.8, 40, seed), rows=8),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_it_comes_near_the_best_constant_length_and_never_costs(name: str) -> None:
+    comes_near_the_best(WORLDS[name])
+
+
+def comes_near_the_best(world: World) -> None:
+    constants = {length: world.run(FixedLength(length)).rate for length in CONSTANTS}
+    adaptive = world.run(AdaptiveLength()).rate
+    assert adaptive >= world.near * max(constants.values())
+    assert adaptive >= 0.985 * constants[0]
+
+
+@pytest.mark.parametrize("name", ["model, nearly always right", "model, never right", "copies, long"])
+def test_disturbed_measurements_do_not_mislead_it(name: str) -> None:
+    """One step in thirty takes three times as long, all of them are off by a twentieth."""
+    world = WORLDS[name]
+    constants = {length: world.run(FixedLength(length), seed=1).rate for length in CONSTANTS}
+    adaptive = world.run(AdaptiveLength(), seed=1, noise=0.05, disturbed=0.03).rate
+    assert adaptive >= 0.93 * max(constants.values())
+    assert adaptive >= 0.98 * constants[0]
+
+
+def test_it_stops_when_the_text_changes_for_the_worse() -> None:
+    world = World(MODEL, lambda seed: joined(even_text(300, 0.9, seed), even_text(600, 0.05, seed)))
+    lengths = [row for [row] in world.run(AdaptiveLength()).lengths]
+    drafting = [index for index, length in enumerate(lengths) if length > 0]
+    change = len(lengths) - 600  # about: each step of the second part brings one token
+    assert statistics.fmean(lengths[20 : change - 20]) > 1.5
+    late = [index for index in drafting if index > change + 40]
+    assert len(late) < 0.05 * 560
+
+
+def test_it_starts_again_when_the_text_changes_for_the_better() -> None:
+    world = World(MODEL, lambda seed: joined(even_text(400, 0.05, seed), even_text(600, 0.9, seed)))
+    lengths = [row for [row] in world.run(AdaptiveLength()).lengths]
+    start = next(index for index in range(380, len(lengths)) if min(lengths[index : index + 5]) > 0)
+    assert start < 400 + 120
+
+
+def test_with_a_free_drafter_it_starts_again_within_a_few_steps() -> None:
+    text = joined(even_text(300, 0.0, 1), even_text(300, 1.0, 1))
+    lengths = [row for [row] in simulate(AdaptiveLength(), [text], STEEP).lengths]
+    start = next(index for index in range(290, len(lengths)) if min(lengths[index : index + 3]) > 0)
+    assert start < 300 + 60
+
+
+def test_good_rows_draft_and_bad_rows_do_not() -> None:
+    texts = [even_text(300, 0.9 if row % 2 else 0.05, row) for row in range(4)]
+    run = simulate(AdaptiveLength(), texts, Costs(memory_bound, lookup))
+    both = [lengths for lengths in run.lengths[30:] if len(lengths) == 4]
+    good = statistics.fmean(lengths[1] + lengths[3] for lengths in both)
+    bad = statistics.fmean(lengths[0] + lengths[2] for lengths in both)
+    assert good > 4.0
+    assert bad < 0.5
+
+
+def test_a_drafter_that_would_have_to_catch_up_at_a_high_price_is_left_alone() -> None:
+    """A prompt that takes the drafter as long as thirty steps is caught up with once, to see, and not again
+    after every pause."""
+    costs = replace(MODEL, catch_up=0.001)
+    text = even_text(LENGTH, 0.05, 3)
+    plain = simulate(FixedLength(0), [text], costs, prompt=850)
+    run = simulate(AdaptiveLength(), [text], costs, prompt=850)
+    entry = 0.85 + 3 * 0.06  # seconds: the prompt, and the drafts that were wrong
+    assert run.seconds <= plain.seconds * 1.012 + entry
+
+
+def test_what_one_request_taught_spares_the_next_one() -> None:
+    policy = AdaptiveLength()
+    first, *_, last = [
+        simulate(policy, [even_text(100, 0.0, number)], MODEL, first_id=number) for number in range(12)
+    ]
+    drafts = [sum(length for [length] in run.lengths) for run in (first, last)]
+    assert drafts[1] < drafts[0]
+
+
+def test_l8_drafting_that_cannot_pay_falls_to_zero_and_the_loss_is_bounded() -> None:
+    """A target as small as its drafter, and a drafter that is as often wrong as right."""
+    costs = Costs(lambda rows, tokens: 0.004 + 0.0001 * tokens, lambda rows: 0.004)
+    text = even_text(1000, 0.5, 5)
+    plain, run = simulate(FixedLength(0), [text], costs), simulate(AdaptiveLength(), [text], costs)
+    assert run.rate >= 0.985 * plain.rate
+    assert sum(length > 0 for [length] in run.lengths[50:]) <= 0.03 * len(run.lengths)
+    fixed = simulate(create_policy("fixed"), [text], costs)
+    assert fixed.rate < 0.6 * plain.rate
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "catching up is dear": test_a_drafter_that_would_have_to_catch_up_at_a_high_price_is_left_alone,
+    "the text becomes better": test_it_starts_again_when_the_text_changes_for_the_better,
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_planted_bug_is_caught(name: str) -> None:
+    mutant = MUTANTS[name]
+    with mock.patch.object(mutant.owner, mutant.attribute, mutant.replacement):
+        if mutant.broken_rule in WORLDS:
+            with pytest.raises(AssertionError):
+                comes_near_the_best(WORLDS[mutant.broken_rule])
+        else:
+            with pytest.raises((AssertionError, StopIteration)):
+                CHECKS[mutant.broken_rule]()
+
+
+def test_nothing_is_drafted_before_a_step_without_drafts_was_timed() -> None:
+    policy = AdaptiveLength()
+    demand = [DraftDemand(RequestId("a"), 10, 8)]
+    assert policy.lengths(demand) == [0]
+    assert policy.lengths([]) == []

@@ -1,0 +1,143 @@
+"""What a model drafter computes and when, on small examples."""
+
+from __future__ import annotations
+
+import pytest
+
+from mvllm.core.batch.row_sampling import RowSampling
+from mvllm.core.batch.sampling_row import SamplingRow
+from mvllm.core.errors import ConfigError, InvariantViolation
+from mvllm.core.request import Request, SamplingParams
+from mvllm.core.spec.drafter import DraftRow
+from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig, catch_up_tokens_for
+from mvllm.core.types import RequestId
+from tests.models.drafter_machine import RecordingModel
+
+A, B = RequestId("a"), RequestId("b")
+VOCAB = 50
+
+
+def make(
+    *, blocks: int = 40, block_size: int = 4, context: int = 100, budget: int = 16
+) -> tuple[ModelDrafter, RecordingModel]:
+    config = ModelDrafterConfig(blocks, block_size, context, 4, VOCAB, catch_up_tokens=budget)
+    model = RecordingModel(VOCAB, blocks, block_size)
+    return ModelDrafter(model, config), model
+
+
+def row(id: RequestId, tokens: list[int], max_drafts: int = 3) -> DraftRow:
+    request = Request(id, tuple(tokens), SamplingParams(temperature=0), 0, max_tokens=9)
+    return DraftRow(id, tokens, max_drafts, RowSampling(SamplingRow.of(request), None, len(tokens)), "")
+
+
+def passes(model: RecordingModel) -> list[list[int]]:
+    """Tokens of each row in each pass since the last call."""
+    sizes = [(batch.row_starts[1:] - batch.row_starts[:-1]).tolist() for batch in model.batches]
+    model.batches.clear()
+    return sizes
+
+
+def test_one_pass_for_each_draft_and_none_for_the_last() -> None:
+    drafter, model = make()
+    [drafts] = drafter.propose([row(A, [1, 2, 3])])
+    assert len(drafts) == 3
+    assert passes(model) == [[3], [1], [1]]
+
+
+def test_after_a_round_in_which_all_was_right_two_tokens_are_caught_up_with() -> None:
+    drafter, model = make()
+    tokens = [1, 2, 3]
+    [drafts] = drafter.propose([row(A, tokens)])
+    passes(model)
+    drafter.propose([row(A, [*tokens, *drafts, 7])])
+    assert passes(model) == [[2], [1], [1]]
+
+
+def test_after_a_wrong_draft_only_what_differs_is_computed() -> None:
+    drafter, model = make()
+    tokens = [1, 2, 3]
+    [drafts] = drafter.propose([row(A, tokens)])
+    passes(model)
+    drafter.propose([row(A, [*tokens, drafts[0], (drafts[1] + 1) % VOCAB])])
+    assert passes(model) == [[1], [1], [1]]
+
+
+def test_a_long_prompt_is_caught_up_with_in_parts_and_drafted_for_then() -> None:
+    drafter, model = make(budget=16)
+    tokens = list(range(40))
+    for _ in range(2):
+        assert drafter.limit(A, 40) == 0
+        assert drafter.propose([row(A, tokens, 0)]) == [()]
+    assert drafter.limit(A, 40) > 3
+    [drafts] = drafter.propose([row(A, tokens)])
+    assert len(drafts) == 3
+    assert passes(model) == [[16], [16], [8], [1], [1]]
+
+
+def test_rows_with_little_to_catch_up_go_before_long_prompts() -> None:
+    drafter, model = make(budget=16)
+    drafter.propose([row(A, [1, 2, 3], 1)])
+    passes(model)
+    drafts = drafter.propose([row(B, list(range(30))), row(A, [1, 2, 3, 4], 2)])
+    assert [len(one) for one in drafts] == [0, 2]
+    assert passes(model) == [[1, 15], [1]]
+
+
+def test_rows_that_want_nothing_cost_nothing() -> None:
+    drafter, model = make()
+    assert drafter.propose([row(A, [1, 2, 3], 0)]) == [()]
+    assert passes(model) == []
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    drafter, model = make()
+    tokens = list(range(9))
+    assert [len(one) for one in drafter.propose([row(A, tokens), row(B, tokens)])] == [3, 0]
+    assert [len(one) for one in drafter.propose([row(A, [*tokens, 9]), row(B, tokens)])][1] == 3
+    computed = sum(sum(sizes) for sizes in passes(model))
+    assert computed == (9 + 2) + (1 + 2) + (1 + 2), "B computes the ninth token alone"
+
+
+def test_a_full_pool_means_no_drafts_for_the_row_that_comes_later() -> None:
+    drafter, _ = make(blocks=3)
+    assert [len(one) for one in drafter.propose([row(A, list(range(9))), row(B, list(range(20, 29)))])] == [
+        3,
+        0,
+    ]
+    drafter.release(A)
+    assert [len(one) for one in drafter.propose([row(B, list(range(20, 29)))])] == [3], "idle blocks go"
+
+
+def test_the_pool_and_the_context_limit_the_drafts() -> None:
+    drafter, _ = make(blocks=3, context=10)
+    assert drafter.limit(A, 8) == 3  # positions 8 and 9 are free; the last draft needs none
+    assert [len(one) for one in drafter.propose([row(A, list(range(8)), 3)])] == [3]
+    assert drafter.limit(A, 10) == 1
+    assert drafter.limit(A, 11) == 0
+    assert drafter.propose([row(A, list(range(11)), 0)]) == [()]
+
+
+def test_a_token_that_the_draft_model_lacks_ends_drafting_for_its_row() -> None:
+    drafter, model = make()
+    drafter.propose([row(A, [1, 2], 1)])
+    passes(model)
+    assert drafter.propose([row(A, [1, 2, VOCAB])]) == [()]
+    assert drafter.limit(A, 3) == 0
+    assert passes(model) == []
+    drafter.release(A)
+    assert len(drafter.propose([row(A, [1, 2])])[0]) == 3
+
+
+def test_rows_that_are_not_live_any_more_are_found() -> None:
+    drafter, _ = make()
+    drafter.propose([row(A, [1, 2])])
+    drafter.check_integrity(frozenset({A, B}))
+    with pytest.raises(InvariantViolation, match="L4"):
+        drafter.check_integrity(frozenset({B}))
+
+
+def test_the_budget_serves_every_row_after_a_verification() -> None:
+    assert catch_up_tokens_for(4) == 256
+    assert catch_up_tokens_for(200) == 400
+    with pytest.raises(ConfigError, match="8 at least"):
+        ModelDrafterConfig(10, 4, 100, max_num_seqs=4, vocab_size=9, catch_up_tokens=7)
