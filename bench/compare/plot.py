@@ -62,7 +62,7 @@ def _draw_speed(axes: Axes, results: Sequence[Result]) -> None:
     axes.set_yscale("log")
     axes.set_ylabel("tokens/s, all sequences together")
     axes.set_title("Speed")
-    axes.legend()
+    axes.legend(loc="upper right")
 
 
 def _draw_error(axes: Axes, comparison: Comparison) -> None:
@@ -81,4 +81,4 @@ def _draw_error(axes: Axes, comparison: Comparison) -> None:
     axes.set_ylabel(f"error relative to {comparison.base}")
     axes.set_title("Activations")
     if axes.lines:
-        axes.legend()
+        axes.legend(loc="upper right")

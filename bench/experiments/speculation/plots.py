@@ -48,7 +48,7 @@ def bars(path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, fl
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel(unit)
     axes.set_title(title)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper right")
     _save(figure, path)
 
 
@@ -73,7 +73,7 @@ def by_length(path: Path, curves: Mapping[str, tuple[Allowance, float]]) -> None
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel("constant draft length")
     axes.set_ylabel("speed-up that measurements allow")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper right")
     _save(figure, path)
 
 
@@ -92,5 +92,5 @@ def coupling(path: Path, positions: Mapping[str, Sequence[Position]]) -> None:
     axes.plot([0, 1], [0, 1], color="black", linewidth=0.8)
     axes.set_xlabel("rejection sampling: chance of acceptance")
     axes.set_ylabel("keyed coupling")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper right")
     _save(figure, path)
