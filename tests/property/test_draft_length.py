@@ -31,6 +31,7 @@ def turns(draw: st.DrawFn) -> Turn:
 
 
 @pytest.mark.parametrize(("rule", "name"), CASES)
+@settings(max_examples=max(25, settings.default.max_examples // 4))  # there are many cases
 @given(script=st.lists(turns(), max_size=15))
 def test_v7_rules(rule: str, name: str, script: list[Turn]) -> None:
     RULES[rule](name, script)
