@@ -71,22 +71,9 @@ def unpack(format: QuantFormat, raw: NDArray[np.uint8]) -> FactoredGroups:
     Returns:
         Fresh arrays of N rows of K = S * block_size weights.
     """
-    return unpack_with_codes(format, raw, unpack_codes(format, raw))
-
-
-def unpack_codes(format: QuantFormat, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:  # [N, K]
-    """The codes alone of rows of file blocks, laid out as for `unpack`."""
-    return _join(_CODES[format.name](format, _blocks(format, raw)))
-
-
-def unpack_with_codes(format: QuantFormat, raw: NDArray[np.uint8], q: NDArray[np.uint8]) -> FactoredGroups:
-    """`unpack` for a caller that has the codes already."""
-    return FactoredGroups(format, q, *_FACTORS[format.name](format, _blocks(format, raw)))
-
-
-def _blocks(format: QuantFormat, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[N, S * block_bytes] -> [N, S, block_bytes]"""
-    return raw.reshape(len(raw), -1, format.block_bytes)
+    rows, row_bytes = raw.shape
+    blocks = raw.reshape(rows, row_bytes // format.block_bytes, format.block_bytes)
+    return _UNPACKERS[format.name](format, blocks)
 
 
 def dequantize(groups: FactoredGroups) -> NDArray[np.float32]:
@@ -138,34 +125,23 @@ def _fifth_bits(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
 
 
-_Factors = tuple[
-    NDArray[np.float32], NDArray[np.int8] | None, NDArray[np.float32] | None, NDArray[np.int8] | None
-]
-"""super_scale, sub_scale, super_bias and sub_bias of `FactoredGroups`."""
-
-
-def _simple_codes(format: QuantFormat, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _unpack_simple(format: QuantFormat, blocks: NDArray[np.uint8]) -> FactoredGroups:
     """Q4_0, Q4_1, Q5_0, Q5_1: scale, bias in the `_1` kinds, fifth bits in the Q5 kinds, 16 nibble pairs."""
     quants_start = format.block_bytes - 16
     nibbles = _nibble_halves(blocks[..., quants_start:])
     q = nibbles.reshape(*blocks.shape[:2], 32)
     if format.bits == 5:
         q |= _fifth_bits(blocks[..., quants_start - 4 : quants_start])
-    return q
-
-
-def _simple_factors(format: QuantFormat, blocks: NDArray[np.uint8]) -> _Factors:
     has_bias = format.zero == 0
-    return _float16(blocks, 0), None, _float16(blocks, 2) if has_bias else None, None
+    bias = _float16(blocks, 2) if has_bias else None
+    return FactoredGroups(format, _join(q), _float16(blocks, 0), None, bias, None)
 
 
-def _q8_0_codes(format: QuantFormat, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _unpack_q8_0(format: QuantFormat, blocks: NDArray[np.uint8]) -> FactoredGroups:
     """Scale, then 32 signed bytes; flipping the top bit adds 128."""
-    return blocks[..., 2:] ^ np.uint8(0x80)
-
-
-def _q8_0_factors(format: QuantFormat, blocks: NDArray[np.uint8]) -> _Factors:
-    return _float16(blocks, 0), None, None, None
+    return FactoredGroups(
+        format, _join(blocks[..., 2:] ^ np.uint8(0x80)), _float16(blocks, 0), None, None, None
+    )
 
 
 def _six_bit_pairs(packed: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
@@ -183,38 +159,38 @@ def _six_bit_pairs(packed: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray
     )
 
 
-def _q45_k_codes(format: QuantFormat, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _unpack_q45_k(format: QuantFormat, blocks: NDArray[np.uint8]) -> FactoredGroups:
     """Q4_K, Q5_K: d, dmin, 12 bytes of scales and mins, fifth bits (Q5_K), 4 runs of 32 nibble pairs.
 
     Byte i of a run holds weight i of two consecutive groups; bit g of fifth-bit byte i is weight i of
     group g. The min is subtracted, so the bias is -dmin * min.
     """
+    sub_scale, sub_bias = _six_bit_pairs(blocks[..., 4:16])
     runs = blocks[..., format.block_bytes - 128 :].reshape(*blocks.shape[:2], 4, 32)
     q = _nibble_halves(runs).reshape(*blocks.shape[:2], 8, 32)
     if format.bits == 5:
         group_bit = np.arange(8, dtype=np.uint8)[:, None]
         q |= ((blocks[..., None, 16:48] >> group_bit) & 1) << 4
-    return q
+    return FactoredGroups(
+        format,
+        _join(q),
+        _float16(blocks, 0),
+        _join_int8(sub_scale),
+        -_float16(blocks, 2),
+        _join_int8(sub_bias),
+    )
 
 
-def _q45_k_factors(format: QuantFormat, blocks: NDArray[np.uint8]) -> _Factors:
-    sub_scale, sub_bias = _six_bit_pairs(blocks[..., 4:16])
-    return _float16(blocks, 0), _join_int8(sub_scale), -_float16(blocks, 2), _join_int8(sub_bias)
-
-
-def _q6_k_codes(format: QuantFormat, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _unpack_q6_k(format: QuantFormat, blocks: NDArray[np.uint8]) -> FactoredGroups:
     """Two halves of 128 weights: 64 bytes of low nibbles each, then 32 bytes of upper bit pairs each, then
     16 signed scales, then d. Bit pair j of byte i belongs to weight 32 * j + i of the half."""
     shape = blocks.shape[:2]
     low = _nibble_halves(blocks[..., :128].reshape(*shape, 2, 64)).reshape(*shape, 2, 4, 32)
     pair_shift = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = (blocks[..., 128:192].reshape(*shape, 2, 1, 32) >> pair_shift) & np.uint8(3)
-    return low | (high << np.uint8(4))
-
-
-def _q6_k_factors(format: QuantFormat, blocks: NDArray[np.uint8]) -> _Factors:
     sub_scale = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
-    return _float16(blocks, 208), _join_int8(sub_scale), None, None
+    q = low | (high << np.uint8(4))
+    return FactoredGroups(format, _join(q), _float16(blocks, 208), _join_int8(sub_scale), None, None)
 
 
 def _join_int8(factors: NDArray[np.int8]) -> NDArray[np.int8]:
@@ -222,15 +198,13 @@ def _join_int8(factors: NDArray[np.int8]) -> NDArray[np.int8]:
     return factors.reshape(factors.shape[0], -1)
 
 
-_CODES: dict[str, Callable[[QuantFormat, NDArray[np.uint8]], NDArray[np.uint8]]] = {
-    **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _simple_codes),
-    "Q8_0": _q8_0_codes,
-    **dict.fromkeys(("Q4_K", "Q5_K"), _q45_k_codes),
-    "Q6_K": _q6_k_codes,
-}
-_FACTORS: dict[str, Callable[[QuantFormat, NDArray[np.uint8]], _Factors]] = {
-    **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _simple_factors),
-    "Q8_0": _q8_0_factors,
-    **dict.fromkeys(("Q4_K", "Q5_K"), _q45_k_factors),
-    "Q6_K": _q6_k_factors,
+_UNPACKERS: dict[str, Callable[[QuantFormat, NDArray[np.uint8]], FactoredGroups]] = {
+    "Q4_0": _unpack_simple,
+    "Q4_1": _unpack_simple,
+    "Q5_0": _unpack_simple,
+    "Q5_1": _unpack_simple,
+    "Q8_0": _unpack_q8_0,
+    "Q4_K": _unpack_q45_k,
+    "Q5_K": _unpack_q45_k,
+    "Q6_K": _unpack_q6_k,
 }
