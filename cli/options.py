@@ -189,6 +189,12 @@ speculation_options = _apply(
             help="Where the draft model runs; by default where the model does.",
         ),
         click.option(
+            "--draft-context",
+            type=int,
+            metavar="TOKENS",
+            help="How much of a longer text the draft model reads before its first draft.  [default: 64]",
+        ),
+        click.option(
             "--draft-kv-cache-bytes", type=int, help="Size of the draft model's own KV pool in bytes."
         ),
     ]

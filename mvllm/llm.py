@@ -128,6 +128,8 @@ class LLM:
         draft_policy: "adaptive" (default: drafts only as far as it pays), "fixed", "acceptance-rate",
             "accepted-length", or a `DraftLengthPolicy` object.
         draft_backend: where the draft model runs; None: where the model does.
+        draft_context: tokens of a longer text that the draft model reads before its first draft (default
+            64): more of them make drafts better and cost time at first.
         draft_kv_cache_bytes: size of the draft model's own KV pool; None: chosen as for the model.
 
     Raises:
@@ -151,13 +153,20 @@ class LLM:
         draft_length: int | None = None,
         draft_policy: str | DraftLengthPolicy | None = None,
         draft_backend: str | Backend | None = None,
+        draft_context: int | None = None,
         draft_kv_cache_bytes: int | None = None,
         **engine_settings: Any,
     ) -> None:
         asked = _join_config(config, engine_settings)
         self._trace = NO_TRACE if trace is None else FileTrace(Path(trace), time.perf_counter_ns)
         drafting = DraftSettings(
-            drafter, draft_model, draft_length, draft_policy, draft_backend, draft_kv_cache_bytes
+            drafter,
+            draft_model,
+            draft_length,
+            draft_policy,
+            draft_backend,
+            draft_context,
+            draft_kv_cache_bytes,
         )
         store = ModelStore(cache_dir or default_cache_dir())
         path = store.resolve(str(model), progress)
@@ -323,7 +332,7 @@ class LLM:
             if draft is None:
                 return drafting.speculation(None)
             end_token_ids = self.checkpoint.text.eos_token_ids
-            return drafting.speculation(draft.load(self.config, end_token_ids, drafting.draft_kv_cache_bytes))
+            return drafting.speculation(draft.load(self.config, end_token_ids, drafting))
         except BaseException:
             self._model.close()
             raise

@@ -12,7 +12,12 @@ from mvllm.core.load.contents import Checkpoint
 from mvllm.core.spec.draft_length import DraftLengthPolicy
 from mvllm.core.spec.drafter import Drafter
 from mvllm.core.spec.length_policies import DEFAULT_POLICY, create_policy
-from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig, catch_up_tokens_for
+from mvllm.core.spec.model_drafter import (
+    DEFAULT_FIRST_TOKENS,
+    ModelDrafter,
+    ModelDrafterConfig,
+    catch_up_tokens_for,
+)
 from mvllm.core.spec.ngram_drafter import NgramDrafter
 from mvllm.core.spec.speculation import Speculation
 from mvllm.core.spec.vocabulary import ids_to_mask, token_texts
@@ -35,6 +40,7 @@ class DraftSettings:
     draft_length: int | None = None
     draft_policy: str | DraftLengthPolicy | None = None
     draft_backend: str | Backend | None = None
+    draft_context: int | None = None
     draft_kv_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -45,10 +51,10 @@ class DraftSettings:
         if self.drafter == "model" and self.draft_model is None:
             raise ConfigError("drafter 'model' needs draft_model (--draft-model), the model to draft with")
         self._check_needs()
-        for name in ("draft_length", "draft_kv_cache_bytes"):
+        for name, least in (("draft_length", 1), ("draft_context", 2), ("draft_kv_cache_bytes", 1)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {shown(value)}")
+            if value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"{name} must be a whole number of at least {least}, got {shown(value)}")
         if isinstance(self.draft_policy, DraftLengthPolicy):
             if self.draft_length is not None:
                 raise ConfigError("draft_length goes with the name of a policy; a policy object has its own")
@@ -57,7 +63,7 @@ class DraftSettings:
 
     def _check_needs(self) -> None:
         needs_drafter = ("draft_length", "draft_policy")
-        needs_model = ("draft_backend", "draft_kv_cache_bytes")
+        needs_model = ("draft_backend", "draft_context", "draft_kv_cache_bytes")
         if not self.wanted:
             for name in (*needs_drafter, *needs_model):
                 if getattr(self, name) is not None:
@@ -121,12 +127,9 @@ class DraftModel:
         return cls(checkpoint, backend, masked)
 
     def load(
-        self, target: ResolvedConfig, end_token_ids: frozenset[TokenId], kv_cache_bytes: int | None
+        self, target: ResolvedConfig, end_token_ids: frozenset[TokenId], settings: DraftSettings
     ) -> ModelDrafter:
         """Load the model with a KV pool of its own, of the target's block size.
-
-        Args:
-            kv_cache_bytes: size of that pool; None: as for a target.
 
         Raises:
             ConfigError: the pool is too small for anything, or memory does not suffice.
@@ -140,7 +143,7 @@ class DraftModel:
             max_num_seqs=target.max_num_seqs,
             max_num_batched_tokens=target.max_num_batched_tokens,
             block_size=target.block_size,
-            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_bytes=settings.draft_kv_cache_bytes,
         )
         bytes_per_token = kv_bytes_per_token(spec.kv_values_per_token, kv_dtype)
         try:
@@ -161,6 +164,7 @@ class DraftModel:
             masked_token_ids=self.masked_token_ids,
             end_token_ids=end_token_ids,
             catch_up_tokens=catch_up_tokens_for(sizes.max_num_seqs),
+            first_tokens=settings.draft_context or DEFAULT_FIRST_TOKENS,
             enable_prefix_caching=target.enable_prefix_caching,
         )
         try:

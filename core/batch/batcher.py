@@ -29,6 +29,9 @@ class BatchRow(NamedTuple):
     end: int
     sampling: RowSampling | None  # None: no logit row
     num_logit_rows: int
+    first: int = 0
+    """Tokens of the sequence before those given here, unknown to the model: noise and minimum length count
+    them."""
 
 
 class Batcher:
@@ -69,7 +72,7 @@ class Batcher:
                 continue
             if row.num_logit_rows == 1 and not row.drafts:
                 logit_rows.append(num_tokens - 1)
-                sampled.append((sampling, end, ()))
+                sampled.append((sampling, row.first + end, ()))
             else:
                 logit_rows += range(num_tokens - row.num_logit_rows, num_tokens)
                 sampled += _logit_rows(row, sampling)
@@ -113,4 +116,6 @@ def _logit_rows(row: BatchRow, sampling: RowSampling) -> list[LogitRow]:
     """One per position: the token drawn comes after `position - len(token_ids)` of the drafts."""
     num_known = len(row.token_ids)
     drawn = range(row.end - row.num_logit_rows + 1, row.end + 1)
-    return [(sampling, position, row.drafts[: max(0, position - num_known)]) for position in drawn]
+    return [
+        (sampling, row.first + position, row.drafts[: max(0, position - num_known)]) for position in drawn
+    ]

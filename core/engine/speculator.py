@@ -212,7 +212,12 @@ class Speculator:
         """The policy's answer for each row; raises if it is none."""
         demands = [
             # A drafter that can give nothing yet has to be asked in order to catch up.
-            DraftDemand(state.id, len(state.token_ids), limit or self._room(state))
+            DraftDemand(
+                state.id,
+                len(state.token_ids),
+                limit or self._room(state),
+                self._drafter.num_behind(state.id, len(state.token_ids)),
+            )
             for state, limit in zip(decoding, limits, strict=True)
         ]
         lengths = [index(length) for length in self._policy.lengths(demands)]

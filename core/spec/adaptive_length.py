@@ -34,14 +34,9 @@ LEAST_SURVIVAL = 0.02  # drafts less likely to be accepted than this are not con
 class _Row:
     """What the policy keeps of a request."""
 
-    covered: int = 0  # tokens, from the first, that the drafter has probably seen
-    num_tokens: int = 0  # when `lengths` was asked last
+    num_behind: int = 0  # tokens the drafter has to read before it can draft
     asked: int = 0  # drafts allowed in the step under way
     proposing: float = 1.0  # share of rounds in which the drafter used the permission
-
-    @property
-    def unseen(self) -> int:
-        return self.num_tokens - self.covered
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +78,7 @@ class AdaptiveLength(DraftLengthPolicy):
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
         for demand in rows:
             row = self._rows.setdefault(demand.id, _Row())
-            row.num_tokens, row.asked = demand.num_tokens, 0
+            row.num_behind, row.asked = demand.num_behind, 0
         self._probe = None
         if rows and self._forward.seconds(len(rows), len(rows)) > 0.0 and self._since_plain < PLAIN_EVERY:
             chances = [self._acceptance.survival(demand.id, self._cap(demand)) for demand in rows]
@@ -131,7 +126,7 @@ class AdaptiveLength(DraftLengthPolicy):
             depth = depths[place] = depths[place] + 1
             draft_seconds += passes[depth] - passes[depth - 1]
             if place == 0:
-                draft_seconds += catch_up * row.unseen / CATCH_UP_ROUNDS
+                draft_seconds += catch_up * row.num_behind / CATCH_UP_ROUNDS
             tokens += row.proposing
             expected -= chance * row.proposing
             seconds = forward.seconds(tokens) + draft_seconds
@@ -151,7 +146,7 @@ class AdaptiveLength(DraftLengthPolicy):
         if not self._best([uncertain], [hope], num_rows):
             return None
         plain = self._forward.seconds(num_rows, num_tokens)
-        catch_up = self._draft.catch_up_seconds() * self._rows[uncertain.id].unseen
+        catch_up = self._draft.catch_up_seconds() * uncertain.num_behind
         each = self._draft.pass_seconds(1) + self._forward.seconds(num_rows, num_tokens + 1) - plain
         # A row that was expensive to catch up should tell more than one outcome.
         length = min(1 + int(catch_up / each) if each > 0.0 else 1, MAX_PROBE, self._cap(uncertain))
@@ -185,8 +180,8 @@ class AdaptiveLength(DraftLengthPolicy):
         if not asked:
             return
         passes = max([result.proposed for _, result in asked])
-        behind = [(row, result) for row, result in asked if row.unseen > SMALL_CATCH_UP]
-        caught_up = sum([row.unseen for row, result in behind if result.proposed > 0])
+        behind = [(row, result) for row, result in asked if row.num_behind > SMALL_CATCH_UP]
+        caught_up = sum([row.num_behind for row, result in behind if result.proposed > 0])
         if caught_up:
             self._draft.add_catch_up(caught_up, len(asked), passes, self._catching_up + step.draft_seconds)
         elif not behind:
@@ -196,9 +191,6 @@ class AdaptiveLength(DraftLengthPolicy):
             self._catching_up += step.draft_seconds - passes * self._draft.pass_seconds(len(asked))
         else:
             self._catching_up = 0.0
-        for row, result in asked:
-            if result.proposed > 0:
-                row.covered = row.num_tokens + result.accepted
 
     def _account(self, step: SpeculationStep) -> None:
         """Save a share of the step's time for probes; take what a probe has lost, or add what it has won."""

@@ -18,9 +18,11 @@ the drafter never computed, and the token that the target added."""
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """Compute positions `[start, end)` of a row's tokens, then draw drafts if that reaches their end."""
+    """Compute positions `[start, end)` of `tokens`, then draw drafts if that reaches their end."""
 
     row: DraftRow
+    first: int  # position in the row of what is position 0 here
+    tokens: Sequence[TokenId]  # of the row, from `first` on
     start: int
     end: int
     num_drafts: int  # 0 unless end is the number of tokens
@@ -34,7 +36,8 @@ class DraftJob:
 
 @dataclass(slots=True)
 class _Sequence:
-    num_computed: int  # of its committed tokens; c(r) of the KV manager
+    first: int  # tokens of the row that were left out
+    num_computed: int  # of its committed tokens after these; c(r) of the KV manager
     written: tuple[TokenId, ...] = ()  # tokens whose KV lies past that, right or wrong
 
 
@@ -56,11 +59,15 @@ class DraftCache:
     with that, the common prefix is kept and the rest rolled back; so an accepted draft is never
     computed again, and the drafter needs no word from the verifier.
 
+    A row that is new, far behind or too long begins with its last `first_tokens` tokens alone, as if
+    nothing came before them: reading a long prompt once more costs more than its drafts save.
+
     Args:
         num_blocks, block_size: shape of the draft model's KV pool.
         max_context: longest sequence, tokens.
         catch_up_tokens: most committed tokens computed in one step, all rows together; at least
             `VERIFIED_LAG` for each row that may come.
+        first_tokens: most tokens of a row that are computed before its first draft; None: all.
     """
 
     def __init__(
@@ -70,8 +77,10 @@ class DraftCache:
         *,
         max_context: int,
         catch_up_tokens: int,
+        first_tokens: int | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
+        self._first_tokens = max_context if first_tokens is None else min(first_tokens, max_context)
         self._kv = KvManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         self._max_context = max_context
         self._catch_up_tokens = catch_up_tokens
@@ -79,13 +88,37 @@ class DraftCache:
 
     def limit(self, id: RequestId, num_tokens: int) -> int:
         """Most drafts that context, pool and catch-up budget allow a sequence of `num_tokens` tokens now."""
-        sequence = self._sequences.get(id)
-        num_known = 0 if sequence is None else sequence.num_computed + len(sequence.written)
-        if num_tokens - num_known > self._catch_up_tokens:
+        num_known, num_positions = self._extent(id, num_tokens)
+        if num_positions - num_known > self._catch_up_tokens:
             return 0
         num_blocks = self._kv.num_free + self._kv.num_idle + len(self._kv.table(id))
-        room = min(self._max_context, num_blocks * self._kv.block_size) - num_tokens
+        room = min(self._max_context, num_blocks * self._kv.block_size) - num_positions
         return max(0, room + 1)
+
+    def num_behind(self, id: RequestId, num_tokens: int) -> int:
+        """Tokens to compute before the first draft of a sequence of `num_tokens` tokens."""
+        num_known, num_positions = self._extent(id, num_tokens)
+        return num_positions - num_known
+
+    def _extent(self, id: RequestId, num_tokens: int) -> tuple[int, int]:
+        """Positions that the cache holds of a row, right or wrong, and those that it needs in all."""
+        sequence = self._sequences.get(id)
+        if sequence is not None:
+            num_positions = num_tokens - sequence.first
+            num_known = sequence.num_computed + len(sequence.written)
+            if self._can_go_on(num_known, num_positions):
+                return min(num_known, num_positions), num_positions
+        return 0, self._num_entering(num_tokens)
+
+    def _num_entering(self, num_tokens: int) -> int:
+        """How many of its tokens a row begins with; one that is left with a part has room to grow."""
+        if num_tokens <= self._first_tokens:
+            return num_tokens
+        return min(self._first_tokens, self._max_context // 2)
+
+    def _can_go_on(self, num_known: int, num_positions: int) -> bool:
+        """Whether what is cached of a row is worth more than beginning anew."""
+        return num_positions <= self._max_context and num_positions - num_known <= self._first_tokens
 
     def begin(self, rows: Sequence[DraftRow]) -> tuple[list[DraftJob], KvGrant]:
         """Roll every row back to what was committed, and open the blocks of the next step.
@@ -111,13 +144,13 @@ class DraftCache:
         grant = self._kv.grant(plan, {job.row.id: job.row.cache_salt for job in jobs})
         for job in jobs:
             if job.probe is not None:
-                self._sequences[job.row.id] = _Sequence(job.start)
+                self._sequences[job.row.id] = _Sequence(job.first, job.start)
         return jobs, grant
 
     def written(self, job: DraftJob, drafts: tuple[TokenId, ...]) -> None:
         """Record that the KV of the job's positions and of `drafts` after them was computed."""
         sequence = self._sequences[job.row.id]
-        sequence.written = (*job.row.token_ids[job.start : job.end], *drafts)
+        sequence.written = (*job.tokens[job.start : job.end], *drafts)
 
     def release(self, id: RequestId) -> None:
         """Forget a row; what it shares stays cached. Unknown ids are ignored."""
@@ -141,36 +174,45 @@ class DraftCache:
 
     def _settle(self, row: DraftRow) -> None:
         """Keep what was computed as far as it agrees with the committed tokens, but for the last of these:
-        computing it gives the logits of the first draft."""
+        computing it gives the logits of the first draft. A row that has to begin anew is released."""
         sequence = self._sequences.get(row.id)
         if sequence is None:
             return
-        if len(row.token_ids) > self._max_context:
-            self.release(row.id)
-            return
+        tokens = row.token_ids[sequence.first :]
         known = sequence.num_computed
-        committed = row.token_ids[known : known + len(sequence.written)]
-        agreed = _common_length(sequence.written, committed)
-        sequence.num_computed = min(known + agreed, len(row.token_ids) - 1)
+        agreed = _common_length(sequence.written, tokens[known : known + len(sequence.written)])
+        sequence.num_computed = min(known + agreed, len(tokens) - 1)
         sequence.written = ()
-        self._kv.commit([KvCommit(row.id, row.token_ids, sequence.num_computed)])
+        if self._can_go_on(sequence.num_computed, len(tokens)):
+            self._kv.commit([KvCommit(row.id, tokens, sequence.num_computed)])
+        else:
+            self.release(row.id)
 
     def _lag(self, row: DraftRow) -> int:
-        return len(row.token_ids) - self._sequences[row.id].num_computed
+        sequence = self._sequences[row.id]
+        return len(row.token_ids) - sequence.first - sequence.num_computed
+
+    def _entry(self, row: DraftRow) -> tuple[int, PrefixProbe]:
+        """Where a row begins that enters the cache: at its first token if the rest of it is cached."""
+        probe = self._kv.probe(row.token_ids, row.cache_salt)
+        num_known = len(probe.hit_block_ids) * self._kv.block_size
+        if self._can_go_on(num_known, len(row.token_ids)):
+            return 0, probe
+        first = len(row.token_ids) - self._num_entering(len(row.token_ids))
+        return first, self._kv.probe(row.token_ids[first:], row.cache_salt)
 
     def _job(self, row: DraftRow, room: _Room) -> DraftJob | None:
         """What the step computes of a row; takes it out of `room`."""
-        num_tokens = len(row.token_ids)
-        if num_tokens > self._max_context:
-            return None
         sequence = self._sequences.get(row.id)
-        probe = self._kv.probe(row.token_ids, row.cache_salt) if sequence is None else None
+        first, probe = self._entry(row) if sequence is None else (sequence.first, None)
+        tokens = row.token_ids[first:]
+        num_tokens = len(tokens)
         held = self._kv.table(row.id) if probe is None else probe.hit_block_ids
         start = len(held) * self._kv.block_size if sequence is None else sequence.num_computed
         lag = num_tokens - (start if probe is None else 0)  # what `limit` takes it for
         wanted = row.max_drafts > 0 or lag > self._catch_up_tokens
         count = min(num_tokens - start, room.tokens)
-        next_key = self._kv.next_block_key(row.id, row.token_ids) if probe is None else probe.next_block_key
+        next_key = self._kv.next_block_key(row.id, tokens) if probe is None else probe.next_block_key
         if not wanted or count == 0 or (probe is not None and next_key in room.in_flight):
             return None
         newly_pinned = frozenset() if probe is None else probe.idle_block_ids - room.pinned
@@ -185,7 +227,7 @@ class DraftCache:
         room.pinned |= newly_pinned
         if next_key is not None:
             room.in_flight.add(next_key)
-        return DraftJob(row, start, start + count, num_drafts, probe)
+        return DraftJob(row, first, tokens, start, start + count, num_drafts, probe)
 
 
 def _common_length(first: Sequence[TokenId], second: Sequence[TokenId]) -> int:

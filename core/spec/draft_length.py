@@ -24,6 +24,7 @@ class DraftDemand:
     id: RequestId
     num_tokens: int  # prompt and output so far
     limit: int  # most drafts it could get now; 0: none, whatever the policy says
+    num_behind: int = 0  # tokens the drafter has to read before it can draft
 
 
 @dataclass(frozen=True, slots=True)

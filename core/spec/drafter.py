@@ -38,6 +38,11 @@ class Drafter(ABC):
         no more. Without a limit of its own: a large number."""
         return 1 << 30
 
+    def num_behind(self, id: RequestId, num_tokens: int) -> int:
+        """Tokens it would have to read before it could draft for a sequence of `num_tokens` tokens: what
+        drafting for it costs at first. 0 where that is next to nothing."""
+        return 0
+
     @abstractmethod
     def propose(self, rows: Sequence[DraftRow]) -> list[tuple[TokenId, ...]]:
         """Drafts for each row, in order: at most `max_drafts` token ids, () for none."""

@@ -17,6 +17,7 @@ from mvllm.core.tensor import KvGeometry, Model
 from mvllm.core.types import BlockId, RequestId, TokenId
 
 DEFAULT_CATCH_UP_TOKENS = 256
+DEFAULT_FIRST_TOKENS = 64
 
 
 def catch_up_tokens_for(max_num_seqs: int) -> int:
@@ -40,6 +41,8 @@ class ModelDrafterConfig:
     masked_token_ids: tuple[TokenId, ...] = ()  # never drafted; ascending
     end_token_ids: frozenset[TokenId] = frozenset()  # nothing is drafted after one of them
     catch_up_tokens: int = DEFAULT_CATCH_UP_TOKENS  # most committed tokens computed per step, of all rows
+    first_tokens: int | None = DEFAULT_FIRST_TOKENS
+    """Context that a row begins with: its last tokens before the first draft; None: all of them."""
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -48,6 +51,8 @@ class ModelDrafterConfig:
             raise ConfigError(
                 f"catch_up_tokens is {self.catch_up_tokens}; {self.max_num_seqs} rows need {least} at least"
             )
+        if self.first_tokens is not None and self.first_tokens < VERIFIED_LAG:
+            raise ConfigError(f"first_tokens is {self.first_tokens}; it must be {VERIFIED_LAG} at least")
 
     def geometry(self, kv_dtype: str) -> KvGeometry:
         """The pool and batches that the draft model must be loaded for."""
@@ -68,10 +73,9 @@ class ModelDrafter(Drafter):
     Owns the draft model and its KV cache. Draws with the target's sampling parameters and noise, so that
     where the two models agree on a token's probability they draw the same token (INVARIANTS 6).
 
-    The first pass of a step also computes the committed tokens that the cache lacks: a prompt, in
-    parts of at most `catch_up_tokens`, or one or two tokens after a verification. A full pool, a
-    context longer than the draft model's or a token that it does not know mean no drafts for that row;
-    nobody is ever preempted for drafts.
+    The first pass of a step also computes the committed tokens that the cache lacks: the end of a prompt, in
+    parts of at most `catch_up_tokens`, or one or two tokens after a verification. A full pool or a token
+    that the draft model does not know mean no drafts for that row; nobody is ever preempted for drafts.
 
     Args:
         model: loaded with `config.geometry(...)`; closed with the drafter.
@@ -88,6 +92,7 @@ class ModelDrafter(Drafter):
             config.block_size,
             max_context=config.max_model_len,
             catch_up_tokens=config.catch_up_tokens,
+            first_tokens=config.first_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._sampling: dict[RequestId, SamplingRow] = {}
@@ -96,6 +101,9 @@ class ModelDrafter(Drafter):
 
     def limit(self, id: RequestId, num_tokens: int) -> int:
         return 0 if id in self._foreign else self._cache.limit(id, num_tokens)
+
+    def num_behind(self, id: RequestId, num_tokens: int) -> int:
+        return self._cache.num_behind(id, num_tokens)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[tuple[TokenId, ...]]:
         """
@@ -169,7 +177,9 @@ class ModelDrafter(Drafter):
         table: tuple[BlockId, ...] = grant.tables[job.row.id]
         sampling = self._row_sampling(job.row) if job.num_drafts else None
         num_logit_rows = 1 if job.num_drafts else 0
-        return BatchRow(job.row.id, table, job.row.token_ids, drafts, start, end, sampling, num_logit_rows)
+        return BatchRow(
+            job.row.id, table, job.tokens, drafts, start, end, sampling, num_logit_rows, job.first
+        )
 
     def _step(self, rows: Sequence[BatchRow]) -> list[TokenId | None]:
         """One token for each row with a logit row; None where its logits are unusable."""

@@ -55,6 +55,8 @@ class Row:
     tokens: list[int]
     salt: str
     in_cache: list[int] | None = None  # tokens computed for it, wrong drafts included; None: not in the cache
+    first: int = 0  # tokens left out before these
+    beginning: object = None  # what the cache keeps of it since it began
     drafts: Drafts = ()
 
     @property
@@ -64,9 +66,9 @@ class Row:
     def num_kept(self) -> int:
         """Computed positions that are right, but for the last committed token."""
         assert self.in_cache is not None
-        pairs = zip(self.in_cache, self.tokens, strict=False)
+        pairs = zip(self.in_cache, self.tokens[self.first :], strict=False)
         equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.in_cache))
-        return min(equal, len(self.tokens) - 1)
+        return min(equal, len(self.tokens) - self.first - 1)
 
     def sampling(self) -> RowSampling:
         row = SamplingRow.of(self.request)
@@ -98,7 +100,7 @@ class Row:
             output_counts=Counter(output),
             bias=bias,
         )
-        return choose(tag_of(tokens), DRAFT_VOCAB, sampling)
+        return choose(tag_of(tokens[self.first :]), DRAFT_VOCAB, sampling)
 
 
 tokens = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 1, 1, 2, END, 5])
@@ -148,9 +150,18 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_context=st.integers(8, 24),
         budget=st.integers(2 * MAX_ROWS, 14),
+        first_tokens=st.none() | st.integers(2, 12),
         caching=st.booleans(),
     )
-    def create(self, num_blocks: int, block_size: int, max_context: int, budget: int, caching: bool) -> None:
+    def create(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_context: int,
+        budget: int,
+        first_tokens: int | None,
+        caching: bool,
+    ) -> None:
         if self.roomy:
             num_blocks, max_context, budget = 400, 400, 60
         self.config = ModelDrafterConfig(
@@ -162,6 +173,7 @@ class ModelDrafterMachine(RuleBasedStateMachine):
             masked_token_ids=(MASKED,),
             end_token_ids=frozenset({END}),
             catch_up_tokens=budget,
+            first_tokens=first_tokens,
             enable_prefix_caching=caching,
         )
         self.model = RecordingModel(DRAFT_VOCAB, num_blocks, block_size)
@@ -220,6 +232,8 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         batches = self.model.batches[before:]
         assert len(proposed) == len(asked)
         self._check_sizes(batches)
+        for one in asked:
+            self._note_beginning(one.row)
         for one, drafts in zip(asked, proposed, strict=True):
             self._check_drafts(one, drafts)
         self._account(asked, proposed, batches)
@@ -248,6 +262,26 @@ class ModelDrafterMachine(RuleBasedStateMachine):
             assert batch.tokens.max() < DRAFT_VOCAB, "a token without an embedding"
             assert batch.context_lens.max() <= geometry.max_context, "a row is longer than the context"
 
+    def _most_entering(self) -> int:
+        first_tokens, context = self.config.first_tokens, self.config.max_model_len
+        return context if first_tokens is None else min(first_tokens, context)
+
+    def _note_beginning(self, row: Row) -> None:
+        """A row begins with all of its tokens or its last ones, and again only when it must."""
+        beginning = self.drafter._cache._sequences.get(row.id)
+        if beginning is row.beginning:
+            return
+        most, context = self._most_entering(), self.config.max_model_len
+        if beginning is not None and row.beginning is not None and row.in_cache is not None:
+            num_positions = len(row.tokens) - row.first
+            assert num_positions > context or num_positions - row.num_kept() > most, "begun anew"
+        row.beginning, row.in_cache = beginning, None
+        if beginning is not None:
+            row.first = beginning.first
+            if row.first > 0:
+                assert len(row.tokens) > most, "part of a row that could be computed whole"
+                assert len(row.tokens) - row.first == min(most, context // 2)
+
     def _check_drafts(self, one: Asked, drafts: Drafts) -> None:
         """They are what the draft model alone, with no cache, would draw; none is missing without reason."""
         row = one.row
@@ -264,12 +298,13 @@ class ModelDrafterMachine(RuleBasedStateMachine):
     def _waits(self, row: Row) -> bool:
         """For another row, which has a full block that it can share (INVARIANTS S15)."""
         size = self.config.block_size
+        shareable = [row.tokens[:size], row.tokens[-self._most_entering() :][:size]]
         return (
             self.config.enable_prefix_caching
             and self.drafter._cache._kv.table(row.id) == ()
             and len(row.tokens) > size
             and any(
-                other.salt == row.salt and other.tokens[:size] == row.tokens[:size]
+                other.salt == row.salt and other.tokens[other.first :][:size] in shareable
                 for other in self.rows.values()
                 if other is not row and self.drafter._cache._kv.table(other.id)
             )
@@ -290,7 +325,7 @@ class ModelDrafterMachine(RuleBasedStateMachine):
                 assert not drafts
                 row.in_cache = None
                 continue
-            most = ceil_div(len(row.tokens) + max(0, one.max_drafts - 1), self.config.block_size)
+            most = ceil_div(len(row.tokens) - row.first + max(0, one.max_drafts - 1), self.config.block_size)
             assert len(table) <= most, "K5: blocks of rejected drafts are kept"
             start, stop = computed.get(row.id, (None, None))
             if row.in_cache is not None:
@@ -299,7 +334,7 @@ class ModelDrafterMachine(RuleBasedStateMachine):
                 start = kept
             assert start is not None
             stop = start if stop is None else stop
-            sequence = [*row.tokens, *drafts]
+            sequence = [*row.tokens[row.first :], *drafts]
             assert stop <= len(sequence) - bool(drafts), "the last draft was computed"
             row.in_cache = sequence[:stop]
 

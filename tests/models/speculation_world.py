@@ -71,6 +71,7 @@ def simulate(
                 RequestId(str(first_id + i)),
                 prompt + done[i],
                 min(max_drafts, len(texts[i]) - done[i] - 1),
+                num_behind=prompt + done[i] - seen[i],
             )
             for i in running
         ]

@@ -18,9 +18,16 @@ VOCAB = 50
 
 
 def make(
-    *, blocks: int = 40, block_size: int = 4, context: int = 100, budget: int = 16
+    *,
+    blocks: int = 40,
+    block_size: int = 4,
+    context: int = 100,
+    budget: int = 16,
+    first_tokens: int | None = None,
 ) -> tuple[ModelDrafter, RecordingModel]:
-    config = ModelDrafterConfig(blocks, block_size, context, 4, VOCAB, catch_up_tokens=budget)
+    config = ModelDrafterConfig(
+        blocks, block_size, context, 4, VOCAB, catch_up_tokens=budget, first_tokens=first_tokens
+    )
     model = RecordingModel(VOCAB, blocks, block_size)
     return ModelDrafter(model, config), model
 
@@ -74,6 +81,43 @@ def test_a_long_prompt_is_caught_up_with_in_parts_and_drafted_for_then() -> None
     assert passes(model) == [[16], [16], [8], [1], [1]]
 
 
+def test_a_long_prompt_begins_with_its_last_tokens() -> None:
+    drafter, model = make(first_tokens=6)
+    tokens = list(range(40))
+    assert drafter.num_behind(A, 40) == 6
+    [drafts] = drafter.propose([row(A, tokens)])
+    assert drafter.propose([row(B, tokens[-6:])]) == [drafts], "what came before is unknown to the model"
+    assert passes(model) == [[6], [1], [1], [6], [1], [1]]
+    assert drafter.num_behind(A, 40 + 3) == 40 + 3 - (34 + 6 + 2), "two of three drafts were computed"
+
+
+def test_a_row_that_has_fallen_far_behind_begins_anew() -> None:
+    drafter, model = make(first_tokens=6)
+    tokens = list(range(20))
+    drafter.propose([row(A, tokens, 1)])
+    passes(model)
+    assert drafter.num_behind(A, 26) == 6
+    drafter.propose([row(A, [*tokens, *range(30, 37)], 1)])
+    assert passes(model) == [[6]]
+
+
+def test_a_sequence_beyond_the_context_of_the_draft_model_goes_on_with_its_last_half() -> None:
+    drafter, model = make(context=10)
+    assert drafter.limit(A, 11) == 10 - 5 + 1
+    assert len(drafter.propose([row(A, list(range(11)), 2)])[0]) == 2
+    assert passes(model) == [[5], [1]]
+
+
+def test_a_short_rest_after_a_cached_prefix_is_computed_whole() -> None:
+    drafter, model = make(first_tokens=20)
+    tokens = list(range(16))
+    drafter.propose([row(A, tokens, 1)])
+    drafter.propose([row(A, [*tokens, 40], 1)])
+    passes(model)
+    drafter.propose([row(B, [*tokens, *range(20, 30)], 1)])
+    assert passes(model) == [[10]], "26 tokens, 16 of them cached"
+
+
 def test_rows_with_little_to_catch_up_go_before_long_prompts() -> None:
     drafter, model = make(budget=16)
     drafter.propose([row(A, [1, 2, 3], 1)])
@@ -113,8 +157,6 @@ def test_the_pool_and_the_context_limit_the_drafts() -> None:
     assert drafter.limit(A, 8) == 3  # positions 8 and 9 are free; the last draft needs none
     assert [len(one) for one in drafter.propose([row(A, list(range(8)), 3)])] == [3]
     assert drafter.limit(A, 10) == 1
-    assert drafter.limit(A, 11) == 0
-    assert drafter.propose([row(A, list(range(11)), 0)]) == [()]
 
 
 def test_a_token_that_the_draft_model_lacks_ends_drafting_for_its_row() -> None:

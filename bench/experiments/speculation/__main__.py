@@ -165,7 +165,7 @@ class _Experiment:
             )
 
     def pair(self, run: Run) -> Pair:
-        names = WORKLOADS if run.workload == "both" else (run.workload,)
+        names = tuple(WORKLOADS) if run.workload == "both" else (run.workload,)
         prompts = [self._prompts[names[number % len(names)]] for number in range(run.num_requests)]
         sampling = Sampling(run.temperature)
         foreign = ForeignLoad([os.getpid()])

@@ -27,8 +27,9 @@ Every line comes from pairs of runs: without drafts, then with them, each in a f
 and with a policy that has learned nothing yet; models and memory are shared. A ratio is taken within each
 pair; the table has medians of ratios. *Decode* starts with the first output token (of the last request),
 *whole* counts the prompts too, and with the draft model also its prompts. Requests ignore the end of text.
-One request is greedy; concurrent ones are sampled at temperature 0.8 with different seeds, half of them on
-each prompt. Tokens are compared by a hash of all output ids.
+One request is greedy on the refactoring prompt and sampled at temperature 0.8 on the creative one; concurrent
+ones are sampled at 0.8 with different seeds, half of them on each prompt. Tokens are compared by a hash of
+all output ids.
 
 *Allowed* is the best expected speed-up over constant draft lengths, from runs with each of them: mean tokens
 per step over mean time per step, with median times for each number of drafts (`allowance.py`).

@@ -10,6 +10,7 @@ from typing import Any
 
 from mvllm.bench.experiments.speculation.engines import Measurement
 from mvllm.bench.experiments.speculation.recording import StepSummary
+from mvllm.bench.experiments.speculation.workload import WORKLOADS
 from mvllm.core.spec.length_policies import POLICIES
 
 
@@ -54,13 +55,13 @@ class Pair:
 def policy_runs(drafter: str, workload: str, num_tokens: int, repeat: int) -> Iterator[Run]:
     """One request, every policy."""
     for policy in POLICIES:
-        yield Run(drafter, policy, None, workload, 1, num_tokens, 0.0, repeat)
+        yield Run(drafter, policy, None, workload, 1, num_tokens, WORKLOADS[workload], repeat)
 
 
 def length_runs(drafter: str, workload: str, num_tokens: int, lengths: tuple[int, ...]) -> Iterator[Run]:
     """One request, constant lengths: what each of them costs and brings."""
     for length in lengths:
-        yield Run(drafter, "fixed", length, workload, 1, num_tokens, 0.0, 0)
+        yield Run(drafter, "fixed", length, workload, 1, num_tokens, WORKLOADS[workload], 0)
 
 
 def concurrent_runs(drafter: str, num_requests: int, num_tokens: int, repeat: int) -> Iterator[Run]:

@@ -10,7 +10,9 @@ from mvllm.core.text.chat_template import ChatTemplate
 from mvllm.core.text.tokenizer import Tokenizer
 from mvllm.core.types import TokenId
 
-WORKLOADS = ("refactoring", "creative")
+WORKLOADS = {"refactoring": 0.0, "creative": 0.8}
+"""Temperature of each: greedy answers of small models to the second prompt turn in circles, which would be
+easy to draft."""
 
 
 def prompt_text(name: str) -> str:
