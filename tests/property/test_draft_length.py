@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.mutants.draft_length import MUTANTS
+from tests.property.check_rules import check_all
 from tests.property.draft_length_rules import CASES, RULES, Turn
 
 IDS = "abc"
@@ -30,11 +32,10 @@ def turns(draw: st.DrawFn) -> Turn:
     )
 
 
-@pytest.mark.parametrize(("rule", "name"), CASES)
-@settings(max_examples=max(25, settings.default.max_examples // 4))  # there are many cases
 @given(script=st.lists(turns(), max_size=15))
-def test_v7_rules(rule: str, name: str, script: list[Turn]) -> None:
-    RULES[rule](name, script)
+def test_v7_rules(script: list[Turn]) -> None:
+    """V7: every rule, with every policy that it holds for."""
+    check_all({f"{rule}, {name}": partial(RULES[rule], name) for rule, name in CASES}, script)
 
 
 class _Caught(Exception):

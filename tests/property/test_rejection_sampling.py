@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from mvllm.bench.experiments.speculation import rejection
 from mvllm.core.sampling.keyed_noise import gumbel
 from tests.mutants.rejection import MUTANTS
+from tests.property.check_rules import check_all
 from tests.property.rejection_rules import (
     RULES,
     chi_square,
@@ -34,12 +36,12 @@ def weights() -> st.SearchStrategy[Array]:
     return row.map(lambda row: rejection.normalised(np.array(row)))
 
 
-@pytest.mark.parametrize("name", RULES)
+@hypothesis.settings(max_examples=2 * hypothesis.settings.default.max_examples)  # for all of the rules
 @given(p=weights(), q=weights(), narrow=st.booleans())
-def test_v8_rules(name: str, p: Array, q: Array, narrow: bool) -> None:
+def test_v8_rules(p: Array, q: Array, narrow: bool) -> None:
     if narrow:
         p, q = p.astype(np.float32), q.astype(np.float32)
-    RULES[name](p, q)
+    check_all(RULES, p, q)
 
 
 def test_v8_thousands_of_random_pairs() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mvllm.core.sched.policy import POLICIES
 from mvllm.core.step import SchedulerView, StepPlan
 from mvllm.core.types import RequestId
-from tests.property.scheduler_rules import RULES
+from tests.property.scheduler_rules import check_all
 from tests.property.scheduler_simulation import ModelPool, PoolFactory, RealPool, Simulation, Tokens
 from tests.strategies import SchedulerLimits, scheduler_cases, scheduler_limits, scheduler_views
 
@@ -23,11 +23,11 @@ REQUESTS = st.tuples(st.one_of(ALIKE_PROMPTS, PROMPTS), st.integers(1, 12), st.i
 AMPLE = SchedulerLimits(max_num_batched_tokens=16, max_num_seqs=8, block_size=4, num_blocks=200)
 
 
-@pytest.mark.parametrize("rule_name", RULES)
+@settings(max_examples=4 * settings.default.max_examples)  # one run for all of the rules
 @given(case=scheduler_cases())
-def test_the_plan_of_any_consistent_view_keeps(rule_name: str, case: Case) -> None:
+def test_the_plan_of_any_consistent_view_keeps_every_rule(case: Case) -> None:
     limits, view = case
-    RULES[rule_name](limits, view, limits.scheduler().plan(view))
+    check_all(limits, view, limits.scheduler().plan(view))
 
 
 @given(data=st.data(), limits=scheduler_limits())
