@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,9 +15,28 @@ from mvllm.core.tensor import TensorOps, Weight
 Array = NDArray[np.float32]
 Floats = Callable[[Weight], Array]
 
-_TILE_ROWS = 16
-"""Every matrix product has this many rows, padded with zeros: BLAS orders its sums by the shape of the
-product, so a fixed shape makes a row's result independent of the batch it is in."""
+
+@functools.cache
+def tile_rows() -> int:
+    """How many rows every matrix product has, padded with zeros.
+
+    BLAS orders its sums by the shape of the product, so a fixed shape makes a row's result independent of the
+    batch it is in; unless BLAS also treats the rows of one product differently, as some of OpenBLAS's kernels
+    do from a number of rows on. Then fewer are taken: a single one is always right, and slow.
+    """
+    return next((rows for rows in (16, 8, 4) if all(_are_alike(rows, *shape) for shape in _TRIED)), 1)
+
+
+_TRIED = ((16, 16), (48, 64), (300, 64), (64, 33), (1000, 576), (576, 1536))
+"""(outputs, inputs) of products: small and large ones take different ways through BLAS."""
+
+
+def _are_alike(rows: int, outputs: int, inputs: int) -> bool:
+    """Whether each of so many equal rows gets the same bits."""
+    rng = np.random.default_rng(0)
+    matrix = rng.standard_normal((outputs, inputs), np.float32)
+    product = np.tile(rng.standard_normal(inputs, np.float32), (rows, 1)) @ matrix.T
+    return bool((product == product[0]).all())
 
 
 class ReferenceOps(TensorOps[Array]):
@@ -44,9 +64,9 @@ class ReferenceOps(TensorOps[Array]):
     def linear(self, x: Array, weight: Weight, bias: Weight | None = None) -> Array:
         matrix = self._floats(weight)
         product = np.empty((len(x), len(matrix)), np.float32)
-        for start in range(0, len(x), _TILE_ROWS):
-            rows = x[start : start + _TILE_ROWS]
-            tile = np.zeros((_TILE_ROWS, x.shape[1]), np.float32)
+        for start in range(0, len(x), tile_rows()):
+            rows = x[start : start + tile_rows()]
+            tile = np.zeros((tile_rows(), x.shape[1]), np.float32)
             tile[: len(rows)] = rows
             product[start : start + len(rows)] = (tile @ matrix.T)[: len(rows)]
         return product if bias is None else product + self._floats(bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,10 @@ class GoldenPrompt:
     greedy: list[int]
     gap: list[float]  # between the two best logits at each greedy token
     top: list[list[tuple[int, float]]]  # of the first tokens: the best (id, logprob)
+
+    def cut(self, length: int) -> GoldenPrompt:
+        """The same with that many greedy tokens."""
+        return replace(self, greedy=self.greedy[:length], gap=self.gap[:length])
 
 
 def model_path(name: str) -> Path:

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.core.sampling import sampler
@@ -15,7 +15,6 @@ from tests.property.sampler_rules import LAWS, RULES
 from tests.sampling_cases import Batch, Row, arrays, batches, differences, select
 
 
-@settings(max_examples=2 * settings.default.max_examples)  # one run for all of the rules
 @given(batch=batches())
 def test_every_batch_obeys_the_rules(batch: Batch) -> None:
     """M1 to M5, M8, M10, K1: see RULES."""
