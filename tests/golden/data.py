@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ from tests.paths import MODELS, SHARED
 
 BLOCK_SIZE = 16
 CHUNK = 256
+
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+"""Whether there is time for all of the data; otherwise a selection that takes seconds."""
 
 
 @dataclass(frozen=True)

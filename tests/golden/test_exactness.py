@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -60,6 +61,7 @@ def _sequences() -> list[list[int]]:
     return [rng.integers(0, 49152, length).tolist() for length in (1, 2, 15, 16, 17, 33, 70, 129)]
 
 
+@functools.cache
 def _alone() -> list[NDArray[np.float32]]:
     """Logits of each last position: one sequence per forward, one thread."""
     with cpu_model(threads=1, block_size=16) as model:
@@ -112,12 +114,12 @@ PROMPTS = [
 ]
 
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.8, seed=42, max_tokens=24, ignore_eos=True, logprobs=0),
-    SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=7, max_tokens=20, frequency_penalty=0.5),
-    SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.2, logprobs=1),
-    SamplingParams(temperature=1.2, min_p=0.05, seed=3, max_tokens=24),
-    SamplingParams(temperature=0, max_tokens=16),
+    SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.8, seed=42, max_tokens=16, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=7, max_tokens=14, frequency_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=16, repetition_penalty=1.2, logprobs=1),
+    SamplingParams(temperature=1.2, min_p=0.05, seed=3, max_tokens=16),
+    SamplingParams(temperature=0, max_tokens=12),
 ]
 
 

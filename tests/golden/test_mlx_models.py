@@ -15,7 +15,7 @@ from mvllm.backends.registry import create_backend
 from mvllm.core.load.checkpoint import load_checkpoint
 from mvllm.core.tensor import Backend
 from tests.conformance.random_models import Row, geometry, make_batch
-from tests.golden.data import model_path
+from tests.golden.data import NIGHTLY, model_path
 
 pytestmark = pytest.mark.skipif(find_spec("mlx") is None, reason="needs MLX")
 
@@ -25,7 +25,7 @@ FIRST_TOKEN_TOLERANCE = 2e-3
 REENCODED_TOLERANCE = 0.05
 """Of a log-probability, where Q6_K is rounded to 8 bits."""
 
-PROMPTS = ["The capital of France is", "2 + 2 =", "def add(a, b):", "One, two,", "Dear"]
+PROMPTS = ["The capital of France is", "2 + 2 =", "def add(a, b):"]
 
 
 def first_logprobs(name: str, backend: Backend) -> NDArray[np.float64]:
@@ -39,7 +39,7 @@ def first_logprobs(name: str, backend: Backend) -> NDArray[np.float64]:
     return shifted - np.log(np.exp(shifted).sum())
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])
+@pytest.mark.parametrize("name", ["smollm2-135m", *(["qwen2.5-coder-0.5b"] if NIGHTLY else [])])
 def test_first_token_logprobs_equal_the_reference(name: str) -> None:
     expected = first_logprobs(name, create_backend("reference"))
     exact = first_logprobs(name, create_backend("mlx", mlx=MlxOptions(dense=True)))
@@ -64,7 +64,7 @@ def exact_answers(prompts: list[str], *, chunk: int) -> list[tuple[int, ...]]:
         model_path("smollm2-135m"),
         backend=backend,
         max_model_len=32,
-        max_num_seqs=5,
+        max_num_seqs=3,
         max_num_batched_tokens=chunk,
         enable_prefix_caching=False,
     ) as llm:
@@ -73,5 +73,4 @@ def exact_answers(prompts: list[str], *, chunk: int) -> list[tuple[int, ...]]:
 
 def test_exact_answers_depend_neither_on_the_batch_nor_on_chunks() -> None:
     together = exact_answers(PROMPTS, chunk=64)
-    assert exact_answers(PROMPTS[:2], chunk=7) == together[:2]
-    assert exact_answers(PROMPTS[:1], chunk=64) == together[:1]
+    assert exact_answers(PROMPTS[:1], chunk=3) == together[:1]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
 from mvllm import LLM, SamplingParams
-from tests.golden.data import GoldenPrompt, forced_logprobs, golden_prompts, loaded, model_path
+from tests.golden.data import NIGHTLY, GoldenPrompt, forced_logprobs, golden_prompts, loaded, model_path
 
 REFERENCE_TOLERANCE = 2e-3
 DECIDED_GAP = 0.004
@@ -26,9 +24,17 @@ SHORT_PROMPTS = ("raw_one_token", "raw_zh", "chat_hello")
 
 def _for_the_reference(prompts: list[GoldenPrompt]) -> list[GoldenPrompt]:
     """All of it only at night: the reference needs minutes where the cpu backend needs seconds."""
-    if os.environ.get("HYPOTHESIS_PROFILE") == "nightly":
+    if NIGHTLY:
         return prompts
     return [prompt.cut(len(prompt.top)) for prompt in prompts if prompt.name in SHORT_PROMPTS]
+
+
+def _for_the_cpu(name: str) -> list[GoldenPrompt]:
+    """By day the larger model leaves out the one long prompt, and half of each answer."""
+    prompts = golden_prompts(name)
+    if NIGHTLY or name == "smollm2-135m":
+        return prompts
+    return [prompt.cut(24) for prompt in prompts if len(prompt.token_ids) < 100]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,7 +57,7 @@ def test_cpu_best_tokens_and_logprobs_agree_with_the_golden_ones(name: str) -> N
     agreed = positions = 0
     errors = []
     with loaded(name, "cpu") as model:
-        for prompt in golden_prompts(name):
+        for prompt in _for_the_cpu(name):
             logprobs = forced_logprobs(model, prompt)
             agreed += int((logprobs.argmax(axis=-1) == np.array(prompt.greedy)).sum())
             positions += len(prompt.greedy)
@@ -65,7 +71,7 @@ def test_cpu_best_tokens_and_logprobs_agree_with_the_golden_ones(name: str) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cpu_greedy_text_leaves_the_golden_one_only_at_near_ties(name: str) -> None:
-    prompts = golden_prompts(name)
+    prompts = _for_the_cpu(name)
     params = SamplingParams(temperature=0, max_tokens=len(prompts[0].greedy), ignore_eos=True)
     with LLM(model_path(name), max_model_len=1024) as llm:
         outputs = llm.generate([prompt.token_ids for prompt in prompts], params)
