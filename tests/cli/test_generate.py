@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from mvllm import LLM, SamplingParams
+from mvllm.cli.main import cli
 from tests.tiny_models import write_tiny_gguf
 
 PROMPT = "the other engine"
@@ -30,6 +32,11 @@ def run(
     command = [sys.executable, "-m", "mvllm.cli", "generate", "--model", str(model), *arguments]
     source = {"input": stdin} if isinstance(stdin, str) else {"stdin": stdin}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **source, **extra)  # type: ignore[call-overload,no-any-return]
+
+
+def run_here(model: Path, *arguments: str) -> Result:
+    """The same within this process: quick, and enough where a usage error is all there is to see."""
+    return CliRunner().invoke(cli, ["generate", "--model", str(model), *arguments])
 
 
 SHORT = ("--raw", "--max-tokens", "8", "--ignore-eos", "--backend", "reference")
@@ -120,10 +127,9 @@ def test_json_lines_of_prompts_may_override_sampling(model: Path, tmp_path: Path
 def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, named: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(line)
-    result = run(model, "--prompts", str(path), *SHORT)
-    assert result.returncode == 2
+    result = run_here(model, "--prompts", str(path), *SHORT)
+    assert result.exit_code == 2
     assert named in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_a_refused_prompt_of_a_file_keeps_nobody_else_from_being_answered(
@@ -168,11 +174,9 @@ def test_an_answer_cut_by_the_default_limit_is_said_to_be(model: Path) -> None:
     ],
 )
 def test_bad_options_are_explained(model: Path, arguments: list[str], status: int, named: str) -> None:
-    result = run(model, PROMPT, *arguments)
-    assert result.returncode == status
+    result = run_here(model, PROMPT, *arguments)
+    assert (result.exit_code, result.stdout) == (status, "")
     assert named in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
 
 
 def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
