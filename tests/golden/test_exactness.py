@@ -175,7 +175,7 @@ class SmolEngine:
         backend = create_backend("cpu", threads=threads)
         dtype = backend.capabilities.kv_dtypes[0]
         config = resolve(
-            EngineConfig(max_model_len=128, check_integrity=True, **settings),  # type: ignore[arg-type]
+            EngineConfig(max_model_len=64, check_integrity=True, **settings),  # type: ignore[arg-type]
             model_context=checkpoint.spec.context_length,
             kv_bytes_per_token=kv_bytes_per_token(checkpoint.spec.kv_values_per_token, dtype),
             kv_dtype=dtype,
@@ -247,10 +247,10 @@ POLICIES: dict[str, Callable[[], DraftLengthPolicy]] = {
     ("drafter", "policy", "settings"),
     [
         ("adversarial", "fixed-6", {"threads": 1}),
-        ("adversarial", "random", {"block_size": 4, "num_kv_blocks": 32, "max_num_batched_tokens": 64}),
+        ("adversarial", "random", {"block_size": 4, "num_kv_blocks": 24, "max_num_batched_tokens": 64}),
         ("n-gram", "random", {"max_num_batched_tokens": 9, "max_num_seqs": 5}),
         ("nearly-perfect", "random", {"threads": 3, "block_size": 5}),
-        ("nearly-perfect", "fixed-6", {"block_size": 4, "num_kv_blocks": 32, "max_num_batched_tokens": 64}),
+        ("nearly-perfect", "fixed-6", {"block_size": 4, "num_kv_blocks": 24, "max_num_batched_tokens": 64}),
     ],
 )
 def test_x1_no_drafter_changes_a_bit_of_any_answer(
