@@ -36,7 +36,7 @@ def field(name):
 
 before = field("VmRSS:")
 with LLM(sys.argv[1], backend="cpu") as llm:
-    llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
+    llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=2))
     print(field("VmHWM:") - before)
 """
 

@@ -53,7 +53,7 @@ def test_ngram_drafts_change_nothing(expected: list[RequestOutput], policy: str,
         assert totals.num_accepted > 0
 
 
-@pytest.mark.parametrize("length", [1, 2, 4, 6])
+@pytest.mark.parametrize("length", [1, 4])
 def test_the_model_itself_as_drafter_is_always_right(expected: list[RequestOutput], length: int) -> None:
     outputs, totals = run(draft_model=model_path(MODEL), draft_policy="fixed", draft_length=length)
     check_equal(outputs, expected)

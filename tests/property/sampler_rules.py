@@ -182,7 +182,7 @@ def _chi_square(tokens: NDArray[np.int32], probabilities: NDArray[np.float64]) -
 def tokens_follow_their_probabilities() -> None:
     logits = np.array([1.5, -0.5, 0.0, 0.25, 1.0], np.float32)
     turned = np.array([3, 0, 4, 1, 2])
-    draws = 1500
+    draws = 600
     for row in (Row(), Row(temperature=0.5, top_k=4, top_p=0.95), Row(temperature=2.0, min_p=0.3)):
         kept = slow_sampler.kept_tokens(logits.tolist(), row)
         assert kept is not None

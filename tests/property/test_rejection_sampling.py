@@ -85,7 +85,7 @@ def test_v8_and_l3_draws_follow_the_target_after_penalties_and_top_p() -> None:
     p, q = settings_of_l3()
     assert 0 < np.count_nonzero(p) < 8
     assert 0.2 < rejection.acceptance(p, q) < 0.9
-    outcomes = rounds_drawn([p, p], [q], draws=20_000, seed=3)
+    outcomes = rounds_drawn([p, p], [q], draws=8_000, seed=3)
     counts = np.bincount([outcome[0] for outcome in outcomes], minlength=8).astype(np.float64)
     assert chi_square(counts, p) < CHI_SQUARE_7
     after = np.bincount([outcome[1] for outcome in outcomes if len(outcome) == 2], minlength=8)
@@ -98,7 +98,7 @@ def test_l3_a_greedy_drafter_has_all_its_probability_on_its_token() -> None:
         np.array([0, 3, 1, 0, 0, 0, 0, 0], np.float32), arrays([Row(temperature=0.0)]), 0
     )
     assert q.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
-    outcomes = rounds_drawn([p, p], [q], draws=20_000, seed=4)
+    outcomes = rounds_drawn([p, p], [q], draws=8_000, seed=4)
     counts = np.bincount([outcome[0] for outcome in outcomes], minlength=8).astype(np.float64)
     assert chi_square(counts, p) < CHI_SQUARE_7
 
@@ -113,7 +113,7 @@ def _everything() -> None:
     p_chain, q_chain = random_chain(3, 1, zeros=True), random_chain(3, 2, zeros=True)
     prefixes_follow_the_target_chain(p_chain, q_chain, 2)
     p, q = settings_of_l3()
-    outcomes = rounds_drawn([p, p], [q], draws=20_000, seed=3)
+    outcomes = rounds_drawn([p, p], [q], draws=8_000, seed=3)
     counts = np.bincount([outcome[0] for outcome in outcomes], minlength=8).astype(np.float64)
     assert chi_square(counts, p) < CHI_SQUARE_7
 

@@ -39,7 +39,7 @@ def ids(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
         ([[5, 6], (7,), {"prompt_token_ids": np.array([8])}], [(5, 6), (7,), (8,)]),
         ([], []),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_token_ids_come_in_any_form_and_become_plain_ints(
     llm: LLM, prompts: Any, expected: list[tuple[int, ...]]
