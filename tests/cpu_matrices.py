@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu import linear
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.layout import (
+    ACTIVATION_CODES_OFFSET,
     DENSE,
     GROUP,
-    LOW_PART_BITS,
-    LOW_PARTS_OFFSET,
     MINUS_LOW_SUM_OFFSET,
     MINUS_SUM_OFFSET,
     NARROW,
@@ -27,20 +26,17 @@ from mvllm.core.load.weights import DenseWeight, QuantizedWeight
 
 FORMATS = (*QUANTIZED, *DENSE)
 
-_FIELDS = {
-    "codes": ("32i1", 0),
-    "scale": ("f4", SCALE_OFFSET),
-    "scaled_sum": ("f4", SCALED_SUM_OFFSET),
-    "minus_sum": ("i4", MINUS_SUM_OFFSET),
-    "minus_low_sum": ("i4", MINUS_LOW_SUM_OFFSET),
-    "low_parts": ("32i1", LOW_PARTS_OFFSET),
-}
-
 
 def _record(layout: ActivationLayout) -> np.dtype:
-    present = {name: field for name, field in _FIELDS.items() if field[1] < layout.record_bytes}
-    formats, offsets = zip(*present.values(), strict=True)
-    names = list(present)
+    fields = {
+        "scale": ("f4", SCALE_OFFSET),
+        "scaled_sum": ("f4", SCALED_SUM_OFFSET),
+        "minus_sum": ("i4", MINUS_SUM_OFFSET),
+        "minus_low_sum": ("i4", MINUS_LOW_SUM_OFFSET),
+        "codes": ("32i2" if layout.is_wide else "32i1", ACTIVATION_CODES_OFFSET),
+    }
+    formats, offsets = zip(*fields.values(), strict=True)
+    names = list(fields)
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": layout.record_bytes})
 
 
@@ -49,10 +45,11 @@ RECORDS = {layout: _record(layout) for layout in (NARROW, WIDE)}
 
 
 def codes_of(records: NDArray[np.void]) -> NDArray[np.int64]:
-    """The codes of records, their parts put together."""
+    """The codes of records, in the order of the inputs."""
     codes = records["codes"].astype(np.int64)
-    if "low_parts" in (records.dtype.names or ()):
-        codes = (codes << LOW_PART_BITS) + records["low_parts"]
+    if records["codes"].dtype == np.int16:
+        quads = codes.reshape(*codes.shape[:-1], -1, 4)
+        codes = quads[..., [0, 2, 1, 3]].reshape(codes.shape)
     return codes
 
 
@@ -114,12 +111,13 @@ def product(
     first_block: int = 0,
     last_block: int | None = None,
     layout: ActivationLayout = NARROW,
+    panels_from: int = linear.DEFAULT_PANELS_FROM,
 ) -> NDArray[np.float32]:
     """float32[M, padded rows]; NaN where the product writes nothing."""
     out = np.full((len(acts), matrix.padded_rows), np.nan, np.float32)
     last = matrix.num_blocks if last_block is None else last_block
     linear.matmul(
-        matrix.product_descriptor(layout),
+        matrix.product_descriptor(layout, panels_from),
         acts.ctypes.data,
         acts.strides[0],
         out.ctypes.data,

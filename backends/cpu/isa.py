@@ -1,8 +1,8 @@
 """Instruction sets behind one emission interface, and the choice among them.
 
 The kernels interleave the rows of a weight matrix: lane r of every vector belongs to row r of a block of
-`lanes` rows. All that differs between instruction sets is the number of lanes and how four 8-bit products per
-lane are added up.
+`lanes` rows. All that differs between instruction sets is the number of lanes and how the products
+of a 32-bit word of codes are added up per lane.
 """
 
 from __future__ import annotations
@@ -38,13 +38,35 @@ def prefetch_distance(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
+class Operands:
+    """Codes of some row blocks and tokens over consecutive inputs of one group, for `Isa.dot`.
+
+    Inputs come in words of 32 bits per row and token: four codes of 8 bits, or, wide, two of 16 bits.
+    `load(block, word)` is a vector of unsigned codes below 2**bits (layout `codes`), with row r in its bytes
+    4r to 4r+3. `activations` holds each token's address of signed codes; `minus_sum(token)` is int32[lanes],
+    minus the sum of these codes in every lane. `pin` fixes a value's place in the schedule.
+    """
+
+    load: Callable[[int, int], Value]
+    blocks: int
+    words: int
+    activations: Sequence[Value]
+    minus_sum: Callable[[int], Value]
+    bits: int
+    zero: int  # 0 or a power of two
+    is_wide: bool
+    pin: Callable[[Value], Value]
+
+
+Dots = list[list[Value]]
+"""int32[lanes] for each token and row block: `dots[token][block]`."""
+
+
+@dataclass(frozen=True)
 class Isa:
     """One instruction set.
 
-    `dot(emitter, codes, activation, bits, zero, minus_sum)` emits int32[lanes] holding, per row, the exact
-    sum of (code - zero) * activation over 4 * len(codes) consecutive inputs. `codes[j]` is uint8[4 * lanes],
-    bytes 4r to 4r+3 of it the codes of row r, below 2**bits; `activation` is the address of the int8
-    activations; `minus_sum` is int32[lanes], minus the sum of these activations in every lane.
+    `dot(emitter, operands)` emits, for every token and row, the exact sum of (code - zero) * activation.
     """
 
     name: str
@@ -53,7 +75,7 @@ class Isa:
     register: str | None  # inline-assembly constraint of a vector register, None: don't pin
     features: frozenset[str]  # LLVM feature names that the emitted code needs
     native_half: bool  # the hardware converts float16 vectors
-    dot: Callable[[Emitter, Sequence[Value], Value, int, int, Value], Value]
+    dot: Callable[[Emitter, Operands], Dots]
 
 
 def half_to_float(emitter: Emitter, isa: Isa, half: Value) -> Value:
@@ -70,82 +92,126 @@ def half_to_float(emitter: Emitter, isa: Isa, half: Value) -> Value:
     return builder.bitcast(builder.or_(builder.bitcast(scaled, ints), sign), floats)
 
 
-def _load_quad(emitter: Emitter, activation: Value, quad: int, lanes: int) -> Value:
-    """int32[lanes], each holding the four activation bytes number `quad`."""
-    return emitter.load_splat(I32, lanes, activation, 4 * quad)
+_Step = Callable[[Value, Value, Value], Value]  # (sum or None, codes, activations' word in every lane) -> sum
 
 
-def _minus_zeros(emitter: Emitter, zero: int, minus_sum: Value) -> Value:
-    lanes = minus_sum.type.count
-    if zero == 0:
-        return constant(I32, lanes, 0)
-    return emitter.builder.shl(minus_sum, constant(I32, lanes, zero.bit_length() - 1))
+def _add_words(
+    emitter: Emitter, operands: Operands, words: range, sums: Sequence[Sequence[Value]], step: _Step
+) -> Dots:
+    """`sums` with the products of `words` added by `step`, word after word."""
+    results = [list(row) for row in sums]
+    for word in words:
+        codes = [operands.pin(operands.load(block, word)) for block in range(operands.blocks)]
+        for row, address in zip(results, operands.activations, strict=True):
+            activation = emitter.load_splat(I32, codes[0].type.count // 4, address, 4 * word)
+            for block, code in enumerate(codes):
+                row[block] = operands.pin(step(row[block], code, activation))
+    return results
 
 
-def _dot_avx512(
-    emitter: Emitter, codes: Sequence[Value], activation: Value, bits: int, zero: int, minus_sum: Value
-) -> Value:
-    total = _minus_zeros(emitter, zero, minus_sum)
-    for quad, code in enumerate(codes):
-        weights = emitter.builder.bitcast(code, vector(I32, 16))
-        activations = _load_quad(emitter, activation, quad, 16)
-        total = emitter.call("llvm.x86.avx512.vpdpbusd.512", vector(I32, 16), total, weights, activations)
-    return total
+def _minus_zeros(emitter: Emitter, operands: Operands) -> Dots:
+    """-zero * (sum of activations), for every output."""
+    dots = []
+    for token in range(len(operands.activations)):
+        minus_sum = operands.minus_sum(token)
+        lanes = minus_sum.type.count
+        value = constant(I32, lanes, 0)
+        if operands.zero:
+            value = emitter.builder.shl(minus_sum, constant(I32, lanes, operands.zero.bit_length() - 1))
+        dots.append([value] * operands.blocks)
+    return dots
 
 
-def _dot_avx2(
-    emitter: Emitter, codes: Sequence[Value], activation: Value, bits: int, zero: int, minus_sum: Value
-) -> Value:
-    if bits == 8:
-        return _dot_avx2_signed(emitter, codes, activation, zero)
+def _dot_avx512(emitter: Emitter, operands: Operands) -> Dots:
+    instruction = "vpdpwssd" if operands.is_wide else "vpdpbusd"
+
+    def step(total: Value, codes: Value, activation: Value) -> Value:
+        weights = emitter.builder.bitcast(codes, vector(I32, 16))
+        return emitter.call(f"llvm.x86.avx512.{instruction}.512", vector(I32, 16), total, weights, activation)
+
+    return _add_words(emitter, operands, range(operands.words), _minus_zeros(emitter, operands), step)
+
+
+def _dot_avx2(emitter: Emitter, operands: Operands) -> Dots:
+    if operands.is_wide:
+        return _dot_avx2_wide(emitter, operands)
+    if operands.bits == 8:
+        return _dot_avx2_signed(emitter, operands)
     builder = emitter.builder
     # A pair product is at most 2 * (2**bits - 1) * 127; as many as stay below 2**15 are added in 16 bits.
-    addable = (2**15 - 1) // (2 * (2**bits - 1) * _MAX_ACTIVATION)
-    total = _minus_zeros(emitter, zero, minus_sum)
-    for start in range(0, len(codes), addable):
-        pairs = None
-        for quad in range(start, min(start + addable, len(codes))):
-            activations = builder.bitcast(_load_quad(emitter, activation, quad, 8), vector(I8, 32))
-            product = emitter.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, 16), codes[quad], activations)
-            pairs = product if pairs is None else builder.add(pairs, product)
-        total = builder.add(total, _add_pairs_avx2(emitter, pairs))
-    return total
+    addable = (2**15 - 1) // (2 * (2**operands.bits - 1) * _MAX_ACTIVATION)
+
+    def step(pairs: Value, codes: Value, activation: Value) -> Value:
+        activations = builder.bitcast(activation, vector(I8, 32))
+        product = emitter.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, 16), codes, activations)
+        return product if pairs is None else builder.add(pairs, product)
+
+    none = [[None] * operands.blocks for _ in operands.activations]
+    parts = []
+    for first in range(0, operands.words, addable):
+        words = range(first, min(first + addable, operands.words))
+        sums = _add_words(emitter, operands, words, none, step)
+        parts.append([[_add_pairs_avx2(emitter, pairs) for pairs in row] for row in sums])
+    if operands.zero:
+        parts.append(_minus_zeros(emitter, operands))
+    return functools.reduce(functools.partial(_add_dots, emitter), parts)
 
 
-def _dot_avx2_signed(emitter: Emitter, codes: Sequence[Value], activation: Value, zero: int) -> Value:
+def _add_dots(emitter: Emitter, x: Dots, y: Dots) -> Dots:
+    return [
+        [emitter.builder.add(*both) for both in zip(*rows, strict=True)] for rows in zip(x, y, strict=True)
+    ]
+
+
+def _dot_avx2_signed(emitter: Emitter, operands: Operands) -> Dots:
     """8-bit codes: unsigned products would overflow 16 bits, so the sign moves to the activation."""
-    assert zero == 128
+    assert operands.zero == 128
     builder, bytes_ = emitter.builder, vector(I8, 32)
-    total = constant(I32, 8, 0)
-    for quad, code in enumerate(codes):
-        signed = builder.xor(code, constant(I8, 32, 128))
+
+    def step(total: Value, codes: Value, activation: Value) -> Value:
+        signed = builder.xor(codes, constant(I8, 32, 128))
         magnitude = emitter.call("llvm.abs.v32i8", bytes_, signed, _FALSE)
-        activations = builder.bitcast(_load_quad(emitter, activation, quad, 8), bytes_)
+        activations = builder.bitcast(activation, bytes_)
         turned = emitter.call("llvm.x86.avx2.psign.b", bytes_, activations, signed)
         product = emitter.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, 16), magnitude, turned)
-        total = builder.add(total, _add_pairs_avx2(emitter, product))
-    return total
+        return builder.add(total, _add_pairs_avx2(emitter, product))
+
+    zeros = [[constant(I32, 8, 0)] * operands.blocks for _ in operands.activations]
+    return _add_words(emitter, operands, range(operands.words), zeros, step)
+
+
+def _dot_avx2_wide(emitter: Emitter, operands: Operands) -> Dots:
+    builder, pairs = emitter.builder, vector(I16, 16)
+
+    def step(total: Value, codes: Value, activation: Value) -> Value:
+        weights, activations = builder.bitcast(codes, pairs), builder.bitcast(activation, pairs)
+        return builder.add(
+            total, emitter.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), weights, activations)
+        )
+
+    return _add_words(emitter, operands, range(operands.words), _minus_zeros(emitter, operands), step)
 
 
 def _add_pairs_avx2(emitter: Emitter, pairs: Value) -> Value:
     return emitter.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), pairs, constant(I16, 16, 1))
 
 
-def _dot_portable(
-    emitter: Emitter, codes: Sequence[Value], activation: Value, bits: int, zero: int, minus_sum: Value
-) -> Value:
+def _dot_portable(emitter: Emitter, operands: Operands) -> Dots:
     builder = emitter.builder
-    lanes = minus_sum.type.count
-    ints = vector(I32, lanes)
-    total = _minus_zeros(emitter, zero, minus_sum)
-    for quad, code in enumerate(codes):
-        packed = builder.bitcast(code, ints)
-        for byte in range(4):
-            shifted = builder.lshr(packed, constant(I32, lanes, 8 * byte))
-            weight = builder.and_(shifted, constant(I32, lanes, 255))
-            value = builder.sext(emitter.load(I8, activation, 4 * quad + byte), I32)
-            total = builder.add(total, builder.mul(weight, emitter.splat(value, lanes)))
-    return total
+    bits = 16 if operands.is_wide else 8
+
+    def step(total: Value, codes: Value, activation: Value) -> Value:
+        ints = activation.type
+        packed = builder.bitcast(codes, ints)
+        for position in range(0, 32, bits):
+            shifted = builder.lshr(packed, constant(I32, ints.count, position))
+            weight = builder.and_(shifted, constant(I32, ints.count, (1 << bits) - 1))
+            top = builder.shl(activation, constant(I32, ints.count, 32 - bits - position))
+            value = builder.ashr(top, constant(I32, ints.count, 32 - bits))
+            total = builder.add(total, builder.mul(weight, value))
+        return total
+
+    return _add_words(emitter, operands, range(operands.words), _minus_zeros(emitter, operands), step)
 
 
 AVX512 = Isa(

@@ -23,14 +23,24 @@ from mvllm.backends.cpu.dense_kernels import (
 )
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.jit import kernel, native_function
-from mvllm.backends.cpu.layout import DENSE, GROUP, ActivationLayout
+from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED, ActivationLayout
 from mvllm.backends.cpu.pointers import emit_call
 from mvllm.backends.cpu.quantized_kernels import dequantize_row, max_tokens, multiply_tile, quantize_groups
-from mvllm.backends.cpu.vector import I64, Emitter, Value, emitted
+from mvllm.backends.cpu.quantized_panels import (
+    CHUNK_GROUPS,
+    Scratch,
+    multiply_panel,
+    panel_shape,
+    unpack_panel,
+)
+from mvllm.backends.cpu.vector import I64, Emitter, Value, emitted, stack_memory
 
 # Fields of a descriptor, as indices of its int64 elements.
-FUNCTION, WEIGHTS, BLOCK_STRIDE, INPUTS = range(4)
-DESCRIPTOR_FIELDS = 4
+FUNCTION, WEIGHTS, BLOCK_STRIDE, INPUTS, PANELS_FROM = range(5)
+DESCRIPTOR_FIELDS = 5
+
+DEFAULT_PANELS_FROM = 5
+"""Tokens from which on a product is computed by panels, where nothing else is known."""
 
 _MATMUL_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 _EMBED_SIGNATURE = "void(int64, int64, int64)"
@@ -98,8 +108,19 @@ def matmul_address(format_name: str, isa: Isa, records: ActivationLayout) -> int
     if format_name in DENSE:
         function = _make_dense_matmul(format_name, isa.name, isa.lanes, isa.max_tokens)
     else:
+        layout = QUANTIZED[format_name]
+        shape = panel_shape(layout, records)
         function = _make_quantized_matmul(
-            format_name, isa.name, records.name, isa.lanes, max_tokens(isa, records)
+            format_name,
+            isa.name,
+            records.name,
+            isa.lanes,
+            max_tokens(isa, records),
+            shape.blocks,
+            shape.tokens,
+            layout.superblock_bytes(isa.lanes) * CHUNK_GROUPS // layout.superblock,
+            records.record_bytes,
+            CHUNK_GROUPS * shape.blocks * Scratch(isa.lanes, layout, records).block_bytes,
         )
     return _address(_MATMUL_SIGNATURE, function)
 
@@ -125,7 +146,16 @@ def _address(signature: str, function: Callable[..., Any]) -> int:
 
 
 def _make_quantized_matmul(
-    format_name: str, isa_name: str, activation_name: str, lanes: int, largest_tile: int
+    format_name: str,
+    isa_name: str,
+    activation_name: str,
+    lanes: int,
+    largest_tile: int,
+    panel_blocks: int,
+    panel_tokens: int,
+    chunk_bytes: int,
+    record_bytes: int,
+    scratch_bytes: int,
 ) -> Callable[..., Any]:
     def quantized_matmul(  # type: ignore[no-untyped-def]
         descriptor, activations, activation_stride, out, out_stride, tokens, first_block, last_block
@@ -133,27 +163,62 @@ def _make_quantized_matmul(
         weights = load_field(descriptor, WEIGHTS)
         block_stride = load_field(descriptor, BLOCK_STRIDE)
         groups = load_field(descriptor, INPUTS) // GROUP
+        by_panels = tokens >= load_field(descriptor, PANELS_FROM) and last_block - first_block >= panel_blocks
+        scratch = stack_memory(scratch_bytes)
         at_once = max(largest_tile, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
         for start in range(0, tokens, at_once):
             stop = min(start + at_once, tokens)
-            for block in range(first_block, last_block):
-                token = start
-                while token < stop:
-                    tiles = (stop - token + largest_tile - 1) // largest_tile
-                    count = (stop - token + tiles - 1) // tiles
-                    multiply_tile(
-                        format_name,
-                        isa_name,
-                        activation_name,
-                        count,
-                        weights + block * block_stride,
-                        activations + token * activation_stride,
-                        activation_stride,
-                        out + token * out_stride + block * (4 * lanes),
-                        out_stride,
-                        groups,
-                    )
-                    token += count
+            if by_panels:
+                for panel in range(first_block, last_block, panel_blocks):
+                    # The last panel is whole too: it may compute some rows once more.
+                    block = min(panel, last_block - panel_blocks)
+                    for chunk in range((groups + CHUNK_GROUPS - 1) // CHUNK_GROUPS):
+                        part = min(CHUNK_GROUPS, groups - chunk * CHUNK_GROUPS)
+                        at = weights + block * block_stride + chunk * chunk_bytes
+                        if (chunk + 1) * CHUNK_GROUPS < groups:
+                            ahead = chunk_bytes
+                        else:
+                            ahead = panel_blocks * block_stride - chunk * chunk_bytes
+                        unpack_panel(
+                            format_name, isa_name, activation_name, at, block_stride, scratch, part, ahead
+                        )
+                        token = start
+                        while token < stop:
+                            tiles = (stop - token + panel_tokens - 1) // panel_tokens
+                            count = (stop - token + tiles - 1) // tiles
+                            multiply_panel(
+                                format_name,
+                                isa_name,
+                                activation_name,
+                                count,
+                                scratch,
+                                activations + token * activation_stride + chunk * CHUNK_GROUPS * record_bytes,
+                                activation_stride,
+                                out + token * out_stride + block * (4 * lanes),
+                                out_stride,
+                                part,
+                                chunk == 0,
+                            )
+                            token += count
+            else:
+                for block in range(first_block, last_block):
+                    token = start
+                    while token < stop:
+                        tiles = (stop - token + largest_tile - 1) // largest_tile
+                        count = (stop - token + tiles - 1) // tiles
+                        multiply_tile(
+                            format_name,
+                            isa_name,
+                            activation_name,
+                            count,
+                            weights + block * block_stride,
+                            activations + token * activation_stride,
+                            activation_stride,
+                            out + token * out_stride + block * (4 * lanes),
+                            out_stride,
+                            groups,
+                        )
+                        token += count
 
     return quantized_matmul
 

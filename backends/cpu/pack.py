@@ -86,23 +86,28 @@ class PackedMatrix:
     data: NDArray[np.uint8]  # [num_blocks, bytes of a row block]
     _descriptors: list[NDArray[np.int64]] = field(default_factory=list)  # handed out by address
 
-    def product_descriptor(self, activations: ActivationLayout = NARROW) -> int:
+    def product_descriptor(
+        self, activations: ActivationLayout = NARROW, panels_from: int = linear.DEFAULT_PANELS_FROM
+    ) -> int:
         """Address of a descriptor for `linear.matmul`; compiles the format's kernel for these activations.
 
-        A dense matrix takes float32 rows, whatever `activations` says.
+        Products of `panels_from` and more tokens are computed by panels. A dense matrix takes float32 rows,
+        whatever `activations` says.
         """
-        return self._descriptor(linear.matmul_address(self.format_name, self.isa, activations))
+        function = linear.matmul_address(self.format_name, self.isa, activations)
+        return self._descriptor(function, panels_from)
 
     def embedding_descriptor(self) -> int:
         """Address of a descriptor for `linear.embed_row`; compiles the format's kernel."""
         return self._descriptor(linear.embed_address(self.format_name, self.isa))
 
-    def _descriptor(self, function: int) -> int:
+    def _descriptor(self, function: int, panels_from: int = 0) -> int:
         fields = np.zeros(linear.DESCRIPTOR_FIELDS, np.int64)
         fields[linear.FUNCTION] = function
         fields[linear.WEIGHTS] = self.data.ctypes.data
         fields[linear.BLOCK_STRIDE] = self.data.shape[1]
         fields[linear.INPUTS] = self.inputs
+        fields[linear.PANELS_FROM] = panels_from
         self._descriptors.append(fields)
         return int(fields.ctypes.data)
 

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mvllm.backends.cpu.functions import ROUND_TO_INTEGER, ROUND_TO_INTEGER_BITS
-from mvllm.backends.cpu.isa import ISAS, Isa, half_to_float, prefetch_distance
+from mvllm.backends.cpu.isa import ISAS, Dots, Isa, Operands, half_to_float, prefetch_distance
 from mvllm.backends.cpu.layout import (
+    ACTIVATION_CODES_OFFSET,
     ACTIVATION_LAYOUTS,
     GROUP,
-    LOW_PART_BITS,
-    LOW_PARTS_OFFSET,
     MINUS_LOW_SUM_OFFSET,
     MINUS_SUM_OFFSET,
     QUADS,
@@ -35,6 +34,7 @@ from mvllm.backends.cpu.vector import (
     F16,
     F32,
     I8,
+    I16,
     I32,
     I64,
     Emitter,
@@ -66,6 +66,28 @@ def load_codes(emitter: Emitter, layout: QuantLayout, planes: list[Value]) -> li
     return codes
 
 
+def load_words(
+    emitter: Emitter, isa: Isa, layout: QuantLayout, records: ActivationLayout, group: Value
+) -> list[Value]:
+    """The codes of the group record at `group`, as vectors of words for products with such activations."""
+    vector_bytes = 4 * isa.lanes
+    start = layout.codes_offset(isa.lanes)
+    planes = [
+        emitter.load(vector(I8, vector_bytes), group, start + plane * vector_bytes)
+        for plane in range(layout.planes)
+    ]
+    quads = load_codes(emitter, layout, planes)
+    if not records.is_wide:
+        return quads
+    builder, words = emitter.builder, []
+    for quad in quads:
+        pairs = builder.bitcast(quad, vector(I16, vector_bytes // 2))
+        even = builder.and_(pairs, constant(I16, vector_bytes // 2, 0xFF))
+        odd = builder.lshr(pairs, constant(I16, vector_bytes // 2, 8))
+        words += [builder.bitcast(half, quad.type) for half in (even, odd)]
+    return words
+
+
 def _bits(emitter: Emitter, bytes_: Value, right: int, mask: int) -> Value:
     """(bytes >> right) & mask per byte; a negative `right` shifts left."""
     builder, count = emitter.builder, bytes_.type.count
@@ -76,7 +98,7 @@ def _bits(emitter: Emitter, bytes_: Value, right: int, mask: int) -> Value:
     return builder.and_(builder.bitcast(words, bytes_.type), constant(I8, count, mask))
 
 
-class _Factors:
+class Factors:
     """Loads the float32 scales and biases of groups, for `count` adjacent lanes starting at `lane`.
 
     `lane` is an index (int64 value) for a single row, or None for all lanes.
@@ -124,11 +146,11 @@ class _Factors:
         return self._emitter.offset(record, self._emitter.times(self._lane, size))
 
 
-def _for_each_group(
+def for_each_group(
     emitter: Emitter,
     isa: Isa,
     layout: QuantLayout,
-    factors: _Factors,
+    factors: Factors,
     weights: Value,
     groups: Value,
     carried: list[Value],
@@ -172,90 +194,117 @@ def emit_tile(
     groups: Value,
 ) -> None:
     """out[token, lane] of one row block and `tokens` tokens; strides in bytes, `groups` of 32 inputs."""
-    factors = _Factors(emitter, isa, layout, lane=None)
+    factors = Factors(emitter, isa, layout, lane=None)
     rows = [emitter.offset(activations, emitter.times(activation_stride, I64(t))) for t in range(tokens)]
-    code_vector = vector(I8, 4 * isa.lanes)
-    codes_offset = layout.codes_offset(isa.lanes)
     ahead = prefetch_distance(tokens)
 
     def group(record: Value, header: list[Value], index: Value, sums: list[Value]) -> list[Value]:
         emitter.prefetch(record, ahead, layout.group_bytes(isa.lanes))
-        planes = [
-            emitter.load(code_vector, record, codes_offset + plane * 4 * isa.lanes)
-            for plane in range(layout.planes)
-        ]
-        codes = load_codes(emitter, layout, planes)
+        codes = load_words(emitter, isa, layout, records, record)
         scales, bias = factors.scales(header, record), factors.bias(header, record)
+        weights = GroupWeights(1, lambda block, word: codes[word], lambda block: scales, lambda block: bias)
         position = emitter.times(index, records.record_bytes)
-        dot = _Dot(emitter, isa, layout, records, codes)
-        return [
-            emitter.pin(
-                _accumulate(dot, scales, bias, emitter.offset(row, position), sum_),
-                isa.register if tokens > 1 else None,
-            )
-            for row, sum_ in zip(rows, sums, strict=True)
-        ]
+        product = GroupProduct(emitter, isa, layout, records, weights, pinned=False)
+        results = []
+        for row, sum_ in zip(rows, sums, strict=True):
+            [[result]] = product.add_to([[sum_]], [emitter.offset(row, position)])
+            results.append(emitter.pin(result, isa.register if tokens > 1 else None))
+        return results
 
     zeros = [constant(F32, isa.lanes, 0.0)] * tokens
-    sums = _for_each_group(emitter, isa, layout, factors, weights, groups, zeros, group)
+    sums = for_each_group(emitter, isa, layout, factors, weights, groups, zeros, group)
     for token, sum_ in enumerate(sums):
         emitter.store(sum_, emitter.offset(out, emitter.times(out_stride, I64(token))))
 
 
 @dataclass(frozen=True)
-class _Dot:
-    """Exact integer dot products of one group's weight codes with a token's activation codes."""
+class GroupWeights:
+    """One group of inputs of some row blocks, unpacked.
+
+    `load(block, word)` are codes as `Isa.dot` takes them. A row block has one scale, or one for the low and
+    one for the high half of the group, and a bias or None.
+    """
+
+    blocks: int
+    load: Callable[[int, int], Value]
+    scales: Callable[[int], list[Value]]
+    bias: Callable[[int], Value | None]
+
+
+@dataclass(frozen=True)
+class GroupProduct:
+    """Adds the products of one group of weights with some tokens to running sums (formula above)."""
 
     emitter: Emitter
     isa: Isa
     layout: QuantLayout
     records: ActivationLayout
-    codes: list[Value]
+    weights: GroupWeights
+    pinned: bool  # keep the order in which products are written
 
-    def of_group(self, record: Value) -> list[Value]:
-        """int32[lanes]: one for the group, or one for each half if each half has a scale."""
-        minus_sum = self.emitter.load_splat(I32, self.isa.lanes, record, MINUS_SUM_OFFSET)
+    def add_to(self, sums: list[list[Value]], tokens: list[Value]) -> list[list[Value]]:
+        """`sums[token][block]` with the group added; `tokens` are the addresses of its activation records."""
+        dots = self._dots(tokens)
+        results = []
+        for token, (row, record) in enumerate(zip(sums, tokens, strict=True)):
+            scale = self._load_splat(F32, record, SCALE_OFFSET)
+            results.append(
+                [
+                    self._accumulate([dot[token][block] for dot in dots], block, scale, record, sum_)
+                    for block, sum_ in enumerate(row)
+                ]
+            )
+        return results
+
+    def _accumulate(self, dots: list[Value], block: int, scale: Value, record: Value, sum_: Value) -> Value:
+        emitter, builder = self.emitter, self.emitter.builder
+        scales, bias = self.weights.scales(block), self.weights.bias(block)
+        exact = [builder.sitofp(dot, vector(F32, self.isa.lanes)) for dot in dots]
+        if len(exact) == 1:
+            sum_ = emitter.fma(exact[0], builder.fmul(scales[0], scale), sum_)
+        else:
+            both = emitter.fma(exact[1], scales[1], builder.fmul(exact[0], scales[0]))
+            sum_ = emitter.fma(both, scale, sum_)
+        if bias is not None:
+            sum_ = emitter.fma(bias, self._load_splat(F32, record, SCALED_SUM_OFFSET), sum_)
+        return self._pin(sum_)
+
+    def _dots(self, tokens: list[Value]) -> list[Dots]:
+        """The exact dot products: one for the group, or one for each half if each half has a scale."""
+        words = self.records.words
         if self.layout.scales == 1:
-            return [self._of_quads(0, QUADS, record, minus_sum)]
-        minus_low = self.emitter.load_splat(I32, self.isa.lanes, record, MINUS_LOW_SUM_OFFSET)
-        minus_high = self.emitter.builder.sub(minus_sum, minus_low)
-        half = QUADS // 2
-        return [
-            self._of_quads(0, half, record, minus_low),
-            self._of_quads(half, QUADS, record, minus_high),
-        ]
+            return [self._dot(0, words, tokens)]
+        return [self._dot(0, words // 2, tokens), self._dot(words // 2, words, tokens)]
 
-    def _of_quads(self, first: int, last: int, record: Value, minus_sum: Value) -> Value:
-        if not self.records.is_wide:
-            return self._of_parts(first, last, record, 0, minus_sum)
-        # The sum that removes the zero point goes in once, with the low parts.
-        none = constant(I32, self.isa.lanes, 0)
-        high = self._of_parts(first, last, record, 0, none)
-        low = self._of_parts(first, last, record, LOW_PARTS_OFFSET, minus_sum)
-        builder = self.emitter.builder
-        return builder.add(builder.shl(high, constant(I32, self.isa.lanes, LOW_PART_BITS)), low)
-
-    def _of_parts(self, first: int, last: int, record: Value, offset: int, minus_sum: Value) -> Value:
-        activation = self.emitter.offset(record, offset + 4 * first)
-        layout = self.layout
-        return self.isa.dot(
-            self.emitter, self.codes[first:last], activation, layout.bits, layout.zero, minus_sum
+    def _dot(self, first: int, last: int, tokens: list[Value]) -> Dots:
+        position = ACTIVATION_CODES_OFFSET + 4 * first
+        operands = Operands(
+            lambda block, word: self.weights.load(block, first + word),
+            blocks=self.weights.blocks,
+            words=last - first,
+            activations=[self.emitter.offset(record, position) for record in tokens],
+            minus_sum=lambda token: self._minus_sum(tokens[token], first, last),
+            bits=self.layout.bits,
+            zero=self.layout.zero,
+            is_wide=self.records.is_wide,
+            pin=self._pin,
         )
+        return self.isa.dot(self.emitter, operands)
 
+    def _minus_sum(self, record: Value, first: int, last: int) -> Value:
+        """Minus the sum of the activation codes in words [first, last): the whole group or a half."""
+        if last < self.records.words:
+            return self._load_splat(I32, record, MINUS_LOW_SUM_OFFSET)
+        total = self._load_splat(I32, record, MINUS_SUM_OFFSET)
+        if first == 0:
+            return total
+        return self.emitter.builder.sub(total, self._load_splat(I32, record, MINUS_LOW_SUM_OFFSET))
 
-def _accumulate(dot: _Dot, scales: list[Value], bias: Value | None, record: Value, sum_: Value) -> Value:
-    """`sum_` plus one group's product with one token (formula above)."""
-    emitter, builder, lanes = dot.emitter, dot.emitter.builder, dot.isa.lanes
-    floats = vector(F32, lanes)
-    dots = [builder.sitofp(exact, floats) for exact in dot.of_group(record)]
-    scale = emitter.load_splat(F32, lanes, record, SCALE_OFFSET)
-    if len(dots) == 1:
-        sum_ = emitter.fma(dots[0], builder.fmul(scales[0], scale), sum_)
-    else:
-        sum_ = emitter.fma(emitter.fma(dots[1], scales[1], builder.fmul(dots[0], scales[0])), scale, sum_)
-    if bias is not None:
-        sum_ = emitter.fma(bias, emitter.load_splat(F32, lanes, record, SCALED_SUM_OFFSET), sum_)
-    return sum_
+    def _load_splat(self, element: Value, record: Value, offset: int) -> Value:
+        return self.emitter.load_splat(element, self.isa.lanes, record, offset)
+
+    def _pin(self, value: Value) -> Value:
+        return self.emitter.pin(value, self.isa.register) if self.pinned else value
 
 
 def emit_row(
@@ -263,7 +312,7 @@ def emit_row(
 ) -> None:
     """Exact values of row `lane` of a row block as float32, by the format's own definition."""
     builder = emitter.builder
-    factors = _Factors(emitter, isa, layout, lane)
+    factors = Factors(emitter, isa, layout, lane)
     plane_bytes = 4 * isa.lanes
     floats, ints = vector(F32, 4), vector(I32, 4)
 
@@ -281,7 +330,7 @@ def emit_row(
             emitter.store(value, target, 16 * quad)
         return []
 
-    _for_each_group(emitter, isa, layout, factors, weights, groups, [], group)
+    for_each_group(emitter, isa, layout, factors, weights, groups, [], group)
 
 
 def emit_quantize(
@@ -292,7 +341,7 @@ def emit_quantize(
     An infinite or NaN input makes its group's scale infinite or NaN, and so the products.
     """
     builder = emitter.builder
-    ints, floats, bytes_ = vector(I32, GROUP), vector(F32, GROUP), vector(I8, GROUP)
+    ints, floats = vector(I32, GROUP), vector(F32, GROUP)
     largest_code = F32(float(layout.largest_code))
 
     def group(index: Value, carried: list[Value]) -> list[Value]:
@@ -313,13 +362,9 @@ def emit_quantize(
         high_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2, GROUP)))
         total = builder.add(low_sum, high_sum)
         if layout.is_wide:
-            bits = constant(I32, GROUP, LOW_PART_BITS)
-            half = constant(I32, GROUP, 1 << (LOW_PART_BITS - 1))
-            high_parts = builder.ashr(builder.add(codes, half), bits)
-            low_parts = builder.sub(codes, builder.shl(high_parts, bits))
-            emitter.store(builder.trunc(low_parts, bytes_), record, LOW_PARTS_OFFSET)
-            codes = high_parts
-        emitter.store(builder.trunc(codes, bytes_), record)
+            codes = emitter.shuffle(codes, [quad + i for quad in range(0, GROUP, 4) for i in (0, 2, 1, 3)])
+        code_type = vector(I16 if layout.is_wide else I8, GROUP)
+        emitter.store(builder.trunc(codes, code_type), record, ACTIVATION_CODES_OFFSET)
         emitter.store(scale, record, SCALE_OFFSET)
         emitter.store(builder.fmul(scale, builder.sitofp(total, F32)), record, SCALED_SUM_OFFSET)
         emitter.store(builder.neg(total), record, MINUS_SUM_OFFSET)

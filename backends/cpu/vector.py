@@ -156,12 +156,14 @@ class Emitter:
         return final
 
 
-def emit_for_count(emitter: Emitter, count: Value, largest: int, emit: Callable[[int], None]) -> None:
-    """Run the code of `emit(n)` for the n in [1, largest] that equals `count` at run time."""
+def emit_for_count(
+    emitter: Emitter, count: Value, largest: int, emit: Callable[[int], None], smallest: int = 1
+) -> None:
+    """Run the code of `emit(n)` for the n in [smallest, largest] that equals `count` at run time."""
     builder = emitter.builder
     done = builder.append_basic_block("done")
     choice = builder.switch(count, done)
-    for n in range(1, largest + 1):
+    for n in range(smallest, largest + 1):
         block = builder.append_basic_block(f"count{n}")
         choice.add_case(I64(n), block)
         builder.position_at_end(block)
@@ -199,3 +201,19 @@ def emitted(
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
     definition.__signature__ = signature  # type: ignore[attr-defined]
     return intrinsic(prefer_literal=True)(definition)
+
+
+def _stack_memory(typing: Any, nbytes: Any) -> Any:
+    """Address of `nbytes`, a constant, on the stack of the function under compilation, from a line on."""
+    size = nbytes.literal_value
+
+    def generate(context: Any, builder: Value, signature: Any, given: Sequence[Value]) -> Value:
+        with builder.goto_entry_block():
+            memory = builder.alloca(ir.ArrayType(I8, size))
+        memory.align = LINE_BYTES
+        return builder.ptrtoint(memory, I64)
+
+    return types.int64(nbytes), generate
+
+
+stack_memory = intrinsic(prefer_literal=True)(_stack_memory)

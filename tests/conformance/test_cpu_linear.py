@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu import isa as instruction_sets
-from mvllm.backends.cpu import jit, linear, quantized_kernels
+from mvllm.backends.cpu import jit, linear, quantized_kernels, quantized_panels
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, WIDE, ActivationLayout
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
@@ -26,7 +26,7 @@ from tests.cpu_matrices import (
     product,
     random_weight,
 )
-from tests.mutants.cpu_linear import emit_tile_unfused_for_batches
+from tests.mutants.cpu_linear import emit_panel_tile_without_earlier_chunks, emit_tile_unfused_for_batches
 
 SELECTED = instruction_sets.selected()
 # The other instruction sets are shown on formats that together use all of their code.
@@ -62,6 +62,7 @@ def test_products_are_those_of_the_exact_weights_and_the_rounded_activations(
         acts = activations(rng.standard_normal((11, inputs), np.float32), matrix, layout)
         expected = activation_values(acts, matrix, layout) @ weight.to_float32().astype(np.float64).T
         got = product(matrix, acts, layout=layout)
+        assert np.array_equal(got, product(matrix, acts, layout=layout, panels_from=len(acts) + 1))
         assert np.abs(got[:, : matrix.rows] - expected).max() < 1e-5 * np.abs(expected).max()
         assert not got[:, matrix.rows :].any(), "padding rows are zero"
 
@@ -90,13 +91,14 @@ def _exactness_example(
 
 
 @given(st.data())
-def test_an_output_has_the_same_bits_for_every_batch_and_row_range(data: st.DataObject) -> None:
+def test_an_output_has_the_same_bits_for_every_batch_row_range_and_form(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(PRODUCTS))
     matrix, acts, alone = _exactness_example(case)
     tokens = data.draw(st.lists(st.integers(0, 69), min_size=1, max_size=70))
     first = data.draw(st.integers(0, matrix.num_blocks - 1))
     last = data.draw(st.integers(first, matrix.num_blocks))
-    got = product(matrix, acts[tokens], first, last, layout=case[2])
+    panels_from = data.draw(st.sampled_from((2, len(tokens), len(tokens) + 1)))
+    got = product(matrix, acts[tokens], first, last, layout=case[2], panels_from=panels_from)
     lanes = matrix.isa.lanes
     asked = slice(first * lanes, last * lanes)
     assert np.array_equal(got[:, asked], alone[tokens, asked])
@@ -112,7 +114,18 @@ def test_the_exactness_property_catches_a_tile_that_rounds_differently(
     matrix, acts, alone = _exactness_example((SELECTED, "Q4_0", NARROW))
     monkeypatch.setattr(linear, "matmul_address", linear.matmul_address.__wrapped__)
     assert np.array_equal(product(matrix, acts[:1]), alone[:1])
-    assert not np.array_equal(product(matrix, acts[:2]), alone[:2])
+    assert not np.array_equal(product(matrix, acts[:2], panels_from=3), alone[:2])
+
+
+def test_the_exactness_property_catches_panels_that_start_anew_with_every_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jit, "kernel_folder", lambda: None)
+    monkeypatch.setattr(quantized_panels, "emit_panel_tile", emit_panel_tile_without_earlier_chunks)
+    matrix, acts, alone = _exactness_example((SELECTED, "Q4_0", NARROW))
+    monkeypatch.setattr(linear, "matmul_address", linear.matmul_address.__wrapped__)
+    assert np.array_equal(product(matrix, acts[:2], panels_from=3), alone[:2])
+    assert not np.array_equal(product(matrix, acts[:2], panels_from=2), alone[:2])
 
 
 @pytest.mark.parametrize("format_name", ["Q4_1", "Q6_K", "BF16"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mvllm.backends.cpu.quantized_kernels import emit_tile
-from mvllm.backends.cpu.vector import Emitter, Value
+from mvllm.backends.cpu.quantized_panels import emit_panel_tile
+from mvllm.backends.cpu.vector import I64, Emitter, Value
 
 
 class _UnfusedEmitter(Emitter):
@@ -21,3 +22,8 @@ def emit_tile_unfused_for_batches(
     """Tiles of several tokens use another formula than the tile of one."""
     chosen = _UnfusedEmitter(emitter.builder) if tokens > 1 else emitter
     emit_tile(chosen, isa, layout, records, tokens, *rest)
+
+
+def emit_panel_tile_without_earlier_chunks(emitter: Emitter, *arguments: Any) -> None:
+    """Every chunk of inputs overwrites the sums of those before it."""
+    emit_panel_tile(emitter, *arguments[:-1], I64(1))

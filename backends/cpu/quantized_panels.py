@@ -1,0 +1,198 @@
+"""Products of many tokens with quantized weights, by panels.
+
+A panel is a few adjacent row blocks over a chunk of their inputs. Its codes are unpacked once into a scratch
+that stays in the first-level cache, as the words that `Isa.dot` takes; then tiles of all its row blocks and
+a few tokens run over it. Sums go on from chunk to chunk in `out`: they are the ones of `quantized_kernels`.
+
+Scratch, for each group of 32 inputs, for each row block:
+
+    scales   float32[lanes], one or one per half group
+    bias     float32[lanes], only with a bias
+    words    words of codes, 4 * lanes bytes each
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mvllm.backends.cpu.isa import ISAS, Isa
+from mvllm.backends.cpu.layout import ACTIVATION_LAYOUTS, QUANTIZED, ActivationLayout, QuantLayout
+from mvllm.backends.cpu.quantized_kernels import (
+    Factors,
+    GroupProduct,
+    GroupWeights,
+    for_each_group,
+    load_words,
+)
+from mvllm.backends.cpu.vector import (
+    F32,
+    I8,
+    I64,
+    Emitter,
+    Value,
+    constant,
+    emit_for_count,
+    emitted,
+    vector,
+)
+
+CHUNK_GROUPS = 8
+"""Groups of a chunk; a superblock where there are such."""
+
+
+@dataclass(frozen=True)
+class PanelShape:
+    """How many row blocks a panel has, and how many tokens its largest tile: as the registers allow."""
+
+    blocks: int
+    tokens: int
+
+
+def panel_shape(layout: QuantLayout, records: ActivationLayout) -> PanelShape:
+    """The fastest shape of a panel, measured on AVX2."""
+    if records.is_wide or layout.bits == 4:
+        return PanelShape(3, 3)
+    return PanelShape(2, 3)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Offsets, in bytes, within the unpacked form of a group of one row block."""
+
+    lanes: int
+    layout: QuantLayout
+    records: ActivationLayout
+
+    @property
+    def words_offset(self) -> int:
+        return 4 * self.lanes * (self.layout.scales + self.layout.has_bias)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.words_offset + 4 * self.lanes * self.records.words
+
+
+def emit_unpack(
+    emitter: Emitter,
+    isa: Isa,
+    layout: QuantLayout,
+    records: ActivationLayout,
+    weights: Value,
+    block_stride: Value,
+    scratch: Value,
+    groups: Value,
+    ahead: Value,
+) -> None:
+    """Unpack `groups` groups, at most CHUNK_GROUPS, of the panel whose first row block is at `weights`.
+
+    Asks for the memory `ahead` bytes on, where the next chunk is.
+    """
+    unpacked, blocks = Scratch(isa.lanes, layout, records), panel_shape(layout, records).blocks
+    factors = Factors(emitter, isa, layout, lane=None)
+
+    def block(number: Value, carried: list[Value]) -> list[Value]:
+        target = emitter.offset(scratch, emitter.times(number, unpacked.block_bytes))
+
+        def group(record: Value, header: list[Value], index: Value, carried: list[Value]) -> list[Value]:
+            emitter.prefetch(emitter.offset(record, ahead), 0, layout.group_bytes(isa.lanes))
+            at = emitter.offset(target, emitter.times(index, blocks * unpacked.block_bytes))
+            values = factors.scales(header, record)
+            bias = factors.bias(header, record)
+            values += [] if bias is None else [bias]
+            values += load_words(emitter, isa, layout, records, record)
+            for position, value in enumerate(values):
+                emitter.store(value, at, position * 4 * isa.lanes)
+            return []
+
+        start = emitter.offset(weights, emitter.times(number, block_stride))
+        for_each_group(emitter, isa, layout, factors, start, groups, [], group)
+        return []
+
+    emitter.loop(I64(blocks), [], block)
+
+
+def emit_panel_tile(
+    emitter: Emitter,
+    isa: Isa,
+    layout: QuantLayout,
+    records: ActivationLayout,
+    tokens: int,
+    scratch: Value,
+    activations: Value,
+    activation_stride: Value,
+    out: Value,
+    out_stride: Value,
+    groups: Value,
+    is_first: Value,
+) -> None:
+    """out[token, row] += products of an unpacked chunk with `tokens` tokens; = if `is_first` isn't 0."""
+    unpacked, blocks = Scratch(isa.lanes, layout, records), panel_shape(layout, records).blocks
+    floats, codes = vector(F32, isa.lanes), vector(I8, 4 * isa.lanes)
+    row_bytes = 4 * isa.lanes
+    acts = [emitter.offset(activations, emitter.times(activation_stride, I64(t))) for t in range(tokens)]
+    outs = [emitter.offset(out, emitter.times(out_stride, I64(t))) for t in range(tokens)]
+
+    def group(index: Value, sums: list[Value]) -> list[Value]:
+        at = emitter.offset(scratch, emitter.times(index, blocks * unpacked.block_bytes))
+
+        def load(type_: Value, block: int, vector_number: int, offset: int = 0) -> Value:
+            return emitter.load(type_, at, block * unpacked.block_bytes + offset + vector_number * row_bytes)
+
+        # Loaded where they are used: there are not enough registers to hold them.
+        weights = GroupWeights(
+            blocks,
+            lambda block, word: load(codes, block, word, unpacked.words_offset),
+            lambda block: [load(floats, block, scale) for scale in range(layout.scales)],
+            lambda block: load(floats, block, layout.scales) if layout.has_bias else None,
+        )
+        position = emitter.times(index, records.record_bytes)
+        product = GroupProduct(emitter, isa, layout, records, weights, pinned=True)
+        by_token = [sums[t * blocks : (t + 1) * blocks] for t in range(tokens)]
+        rows = product.add_to(by_token, [emitter.offset(act, position) for act in acts])
+        return [sum_ for row in rows for sum_ in row]
+
+    fresh = emitter.builder.icmp_signed("!=", is_first, I64(0))
+    zero = constant(F32, isa.lanes, 0.0)
+    before = [emitter.load(floats, address, b * row_bytes) for address in outs for b in range(blocks)]
+    sums = [emitter.builder.select(fresh, zero, value) for value in before]
+    sums = emitter.loop(groups, sums, group)
+    for index, sum_ in enumerate(sums):
+        emitter.store(sum_, outs[index // blocks], index % blocks * row_bytes)
+
+
+def _names(
+    format_name: str, isa_name: str, activation_name: str
+) -> tuple[Isa, QuantLayout, ActivationLayout]:
+    return ISAS[isa_name], QUANTIZED[format_name], ACTIVATION_LAYOUTS[activation_name]
+
+
+def _emit_unpack(
+    emitter: Emitter, format_name: str, isa_name: str, activation_name: str, *addresses_and_sizes: Value
+) -> None:
+    emit_unpack(emitter, *_names(format_name, isa_name, activation_name), *addresses_and_sizes)
+
+
+def _emit_panel_tile(
+    emitter: Emitter,
+    format_name: str,
+    isa_name: str,
+    activation_name: str,
+    tokens: Value,
+    *addresses_and_sizes: Value,
+) -> None:
+    isa, layout, records = _names(format_name, isa_name, activation_name)
+    emit_for_count(
+        emitter,
+        tokens,
+        panel_shape(layout, records).tokens,
+        lambda count: emit_panel_tile(emitter, isa, layout, records, count, *addresses_and_sizes),
+    )
+
+
+unpack_panel = emitted(_emit_unpack, 5, num_names=3)
+"""`emit_unpack` as (format name, ISA name, activation layout's name, weights, block_stride, scratch, groups,
+ahead)."""
+
+multiply_panel = emitted(_emit_panel_tile, 8, num_names=3)
+"""`emit_panel_tile` as (format name, ISA name, activation layout's name, tokens, scratch, activations,
+activation_stride, out, out_stride, groups, is_first)."""
