@@ -6,8 +6,6 @@ import platform
 import sys
 from typing import Any
 
-from numba import types
-
 from mvllm.backends.cpu.jit import kernel
 from mvllm.backends.cpu.vector import I32, I64, VOID, Emitter, Value, emitted
 
@@ -48,25 +46,19 @@ def _emit_pause(emitter: Emitter) -> None:
         emitter.call("llvm.aarch64.hint", VOID, I32(_AARCH64_YIELD))
 
 
-atomic_add = emitted(_emit_add, 2, returns=types.int64)
-atomic_exchange = emitted(_emit_exchange, 2, returns=types.int64)
-atomic_load = emitted(_emit_load, 1, returns=types.int64)
+def _emit_sleep(emitter: Emitter) -> None:
+    """Leave the core for a moment; on Windows, whose C runtime has no such call, only pause."""
+    if sys.platform == "win32":
+        _emit_pause(emitter)
+    else:
+        emitter.call("usleep", I32, I32(_SLEEP_US))
+
+
+atomic_add = emitted(_emit_add, 2, returns="int64")
+atomic_exchange = emitted(_emit_exchange, 2, returns="int64")
+atomic_load = emitted(_emit_load, 1, returns="int64")
 _pause = emitted(_emit_pause, 0)
-
-
-if sys.platform == "win32":
-    # The C runtime there has no such call; spinning is all that is left.
-
-    @kernel("void(int64)")
-    def _sleep_us(duration: Any) -> Any:
-        _pause()
-
-else:
-    _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
-
-    @kernel("void(int64)")
-    def _sleep_us(duration: Any) -> Any:
-        _usleep(duration)
+_sleep = emitted(_emit_sleep, 0)
 
 
 @kernel("void(int64)")
@@ -80,4 +72,4 @@ def back_off(tries: Any) -> Any:
     if tries < SPINS:
         _pause()
     else:
-        _sleep_us(_SLEEP_US)
+        _sleep()

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llvmlite import ir
-from numba import types
 
 from mvllm.backends.cpu.functions import exponential, round_to_half
 from mvllm.backends.cpu.isa import half_to_float, selected
@@ -166,7 +165,7 @@ def _emit_softmax(
     return builder.fdiv(F32(1.0), emitter.reduce(builder.fadd, sums))
 
 
-softmax_row = emitted(_emit_softmax, [*[types.int64] * 4, types.float32], returns=types.float32)
+softmax_row = emitted(_emit_softmax, [*["int64"] * 4, "float32"], returns="float32")
 """`_emit_softmax` as (scores, begin, end, tiles, scale) -> float32."""
 
 
@@ -265,5 +264,5 @@ def _emit_half_bits(emitter: Emitter, value: Value) -> Value:
     return emitter.builder.extract_element(emitter.builder.bitcast(half, vector(I16, 1)), I64(0))
 
 
-half_bits = emitted(_emit_half_bits, [types.float32], returns=types.int16)
+half_bits = emitted(_emit_half_bits, ["float32"], returns="int16")
 """The bits, as int16, of a float32 rounded to the nearest float16, ties to even."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from mvllm.backends.cpu.functions import gelu_tanh, silu, soft_cap
 from mvllm.backends.cpu.isa import selected
@@ -37,7 +36,7 @@ def _emit_sum_of_squares(emitter: Emitter, x: Value, vectors: Value) -> Value:
     return emitter.reduce(emitter.builder.fadd, sums)
 
 
-_sum_of_squares = emitted(_emit_sum_of_squares, 2, returns=types.float32)
+_sum_of_squares = emitted(_emit_sum_of_squares, 2, returns="float32")
 
 
 @kernel("void(int64, int64, float32, int64, int64)")
@@ -119,7 +118,7 @@ def _emit_soft_cap(emitter: Emitter, x: Value, cap: Value, out: Value, vectors: 
     emitter.loop(vectors, [], body)
 
 
-_soft_cap = emitted(_emit_soft_cap, [types.int64, types.float32, types.int64, types.int64])
+_soft_cap = emitted(_emit_soft_cap, ["int64", "float32", "int64", "int64"])
 
 
 @kernel("void(int64, int64, int64, int64, int64)")

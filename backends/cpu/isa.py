@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import llvmlite.binding
-import numba
 from llvmlite import ir
 
 from mvllm.backends.cpu.vector import F32, I8, I16, I32, Emitter, Value, constant, vector
@@ -254,12 +253,20 @@ def available() -> list[Isa]:
 
 def _compiler_features() -> frozenset[str]:
     """What Numba compiles for: the host's features unless its own settings narrow them."""
-    settings: Any = numba.config
-    configured = settings.CPU_FEATURES
+    configured = narrowed_features()
     if configured is not None:
         return frozenset(item[1:] for item in configured.split(",") if item.startswith("+"))
     host = llvmlite.binding.get_host_cpu_features()
     return frozenset(name for name, present in host.items() if present)
+
+
+def narrowed_features() -> str | None:
+    """Numba's setting of the CPU's features, None if it has none. Does not import Numba."""
+    numba = sys.modules.get("numba")
+    if numba is None:
+        return os.environ.get("NUMBA_CPU_FEATURES")
+    features: str | None = numba.config.CPU_FEATURES
+    return features
 
 
 @functools.cache

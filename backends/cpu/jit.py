@@ -1,108 +1,171 @@
-"""Compiling the kernels, once per process and (through the compile cache) once per machine.
+"""Compiling the kernels, when they are first needed, and keeping the machine code.
 
-Modules that use `kernel` compile when they are imported; only `CpuBackend.load` imports them, so importing
-mvllm compiles nothing. `native_function` compiles on call.
-
-Numba's own cache does not notice a change in the code that emits a kernel's body, nor in a constant from
-another module. The cache folder is therefore named after all these sources; old folders are removed after a
-while without use.
+Numba compiles; what it makes of a function is kept as a file in the compile cache (`object_cache`), from
+where a later process loads it without importing Numba, and without the function's callees. Importing a module
+of kernels compiles nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 import shutil
 import sys
-import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import llvmlite
-import numba
+import llvmlite.binding
 
 import mvllm.core
 from mvllm.backends.cpu import isa
+from mvllm.backends.cpu.deferred import Deferred
+from mvllm.backends.cpu.object_cache import ObjectCode, load, read, write
 from mvllm.core.cache_folder import cache_folder
 from mvllm.core.interrupts import HoldInterrupts
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False, "fastmath": False}
+_NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_PACKAGE = __name__.removesuffix("jit")
 _KEEP_UNUSED_S = 30 * 24 * 3600  # how long a folder of other sources survives without use
 
+_C_TYPES = {
+    "void": None,
+    "boolean": ctypes.c_bool,
+    "int32": ctypes.c_int32,
+    "int64": ctypes.c_int64,
+    "uint64": ctypes.c_uint64,
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+}
+
 _log = logging.getLogger("mvllm")
-_settings: Any = numba.config
-_cache_dir_lock = threading.RLock()  # the setting is process-wide
 
 
-def kernel(signature: str) -> Callable[[Function], Function]:
-    """Compile a function with the explicit Numba `signature` now; called from Python it releases the GIL.
+class NativeFunction:
+    """Machine code of one function and everything it calls. Owns the code: it goes with this object.
+
+    Attributes:
+        address: for calls from other compiled code.
+        ctypes: the function for Python; it releases the GIL and takes and returns numbers.
+        was_cached: whether the code came from the compile cache.
+    """
+
+    def __init__(self, signature: str, address: int, owner: object, *, was_cached: bool) -> None:
+        self.address = address
+        self.was_cached = was_cached
+        self._owner = owner
+        result, arguments = signature.rstrip(")").split("(")
+        argument_types = [_C_TYPES[name.strip()] for name in arguments.split(",")]
+        self.ctypes = ctypes.CFUNCTYPE(_C_TYPES[result], *argument_types)(address)
+
+
+class Kernel(Deferred):
+    """A function with an explicit signature, for Numba code and, if that has numbers only, for Python.
 
     Floating point is exact as written; errors follow NumPy (a division by zero gives inf or nan).
     """
 
+    def __init__(self, signature: str, function: Callable[..., Any]) -> None:
+        super().__init__(functools.partial(_for_numba, signature, function))
+        self._signature = signature
+        self._function = function
+        self.__wrapped__ = function
+
+    @functools.cached_property
+    def native(self) -> NativeFunction:
+        """Compiled for calls from outside Numba code, or read from the compile cache, on first use."""
+        return native_function(self._signature, self._function)
+
+    def __call__(self, *arguments: float) -> Any:
+        return self.native.ctypes(*arguments)
+
+
+def kernel(signature: str) -> Callable[[Function], Function]:
+    """A `Kernel` with the Numba `signature`, written as a decorator."""
+
     def decorate(function: Function) -> Function:
-        # LLVM's callbacks would swallow an interrupt and leave half a library.
-        with HoldInterrupts(), _cache_dir() as cached:
-            compiled: Any = numba.njit(signature, nogil=True, cache=cached, **_OPTIONS)(function)
-        return cast(Function, compiled)
+        return cast(Function, Kernel(signature, function))
 
     return decorate
 
 
-def native_function(signature: str, function: Callable[..., Any]) -> Any:
-    """Compile `function` for calls through its `.address`; the caller keeps the result alive."""
-    with HoldInterrupts(), _cache_dir() as cached:
-        return numba.cfunc(signature, cache=cached, **_OPTIONS)(function)
+def _for_numba(signature: str, function: Callable[..., Any]) -> Any:
+    """Compiled as part of what calls it; nothing of it is kept."""
+    import numba
+
+    return numba.njit(signature, **_NO_WRAPPERS, **_OPTIONS)(function)
 
 
-@contextlib.contextmanager
-def _cache_dir() -> Iterator[bool]:
-    """Point Numba at our compile cache; yields whether there is one."""
-    folder = kernel_folder()
-    if folder is None:
-        yield False
-        return
-    with _cache_dir_lock:
-        before = _settings.CACHE_DIR
-        _settings.CACHE_DIR = str(folder)
+def native_function(signature: str, function: Callable[..., Any]) -> NativeFunction:
+    """Compile `function` for calls through its address or from Python, or read it from the compile cache.
+
+    The caller keeps the result alive. Kept are functions of this package's modules, and closures there over
+    strings and numbers.
+    """
+    folder = kernel_folder() if function.__module__.startswith(_PACKAGE) else None
+    key = _key(signature, function)
+    code = None if folder is None else read(folder, key)
+    if code is not None:
+        address, owner = load(code)
+        return NativeFunction(signature, address, owner, was_cached=True)
+    # LLVM's callbacks would swallow an interrupt and leave half a library.
+    with HoldInterrupts():
+        import numba
+
+        compiled: Any = numba.cfunc(signature, **_OPTIONS)(function)
+    if folder is not None:
         try:
-            yield True
-        finally:
-            _settings.CACHE_DIR = before
+            write(folder, key, ObjectCode(compiled.native_name, compiled._library._get_compiled_object()))
+        except OSError as error:
+            _warn_once(str(error))
+    return NativeFunction(signature, compiled.address, compiled, was_cached=False)
+
+
+def _key(signature: str, function: Callable[..., Any]) -> str:
+    """Which function of the sources it is; the sources themselves name the folder."""
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    assert all(isinstance(value, str | int) for value in values), f"{function.__qualname__} closes over more"
+    return f"{signature} {function.__module__}.{function.__qualname__} {values}"
 
 
 @functools.cache
 def kernel_folder() -> Path | None:
-    """The compile cache of these sources and this instruction set, made if need be.
+    """The compile cache of these sources and this processor, made if need be.
 
-    None, after one warning, where no folder can be written: then every process compiles anew.
+    None, after one warning, where there is none and none can be made: then every process compiles anew.
     """
     try:
         parent = cache_folder(os.environ, sys.platform) / "kernels"
         folder = parent / _version()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+    except (OSError, RuntimeError) as error:
+        _warn_once(str(error))
+        return None
+    with contextlib.suppress(OSError):  # what can only be read is still of use
         os.utime(folder)
         prune(parent, keep=folder, before=time.time() - _KEEP_UNUSED_S)
-    except (OSError, RuntimeError) as error:
-        warnings.warn(
-            f"compiled kernels can't be kept ({error}): every start compiles them anew. "
-            "Set MVLLM_CACHE to a writable folder to avoid this.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
     return folder
+
+
+@functools.cache
+def _warn_once(error: str) -> None:
+    warnings.warn(
+        f"compiled kernels can't be kept ({error}): every start compiles them anew. "
+        "Set MVLLM_CACHE to a writable folder to avoid this.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 @functools.cache
@@ -128,16 +191,20 @@ def prune(parent: Path, keep: Path, before: float) -> None:
 
 
 def _version() -> str:
-    """Names everything that compiled code depends on beyond Numba's own key (which holds the CPU)."""
-    versions = f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}"
-    return f"{sources_digest(kernel_sources(), versions)}-{isa.selected().name}"
+    """Names everything that compiled code depends on, except which function it is."""
+    host = (llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten())
+    settings = sorted((name, value) for name, value in os.environ.items() if name.startswith("NUMBA_"))
+    versions = (importlib.metadata.version("numba"), llvmlite.__version__, sys.version_info[:2])
+    salt = repr((versions, host, isa.narrowed_features(), settings))
+    return f"{sources_digest(kernel_sources(), salt)}-{isa.selected().name}"
 
 
 def kernel_sources() -> list[Path]:
     """Every file whose code or constants end up in compiled kernels."""
     core = Path(mvllm.core.__path__[0])
     sampler = sorted((core / "sampling").glob("*.py"))
-    return [*sorted(Path(__file__).parent.glob("*.py")), *sampler, core / "request.py", core / "step.py"]
+    single = [core / "request.py", core / "step.py", core / "load" / "quantized.py"]
+    return [*sorted(Path(__file__).parent.glob("*.py")), *sampler, *single]
 
 
 def sources_digest(sources: Iterable[Path], salt: str = "") -> str:

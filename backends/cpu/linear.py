@@ -13,8 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from numba import types
-
 from mvllm.backends.cpu.dense_kernels import (
     BLOCKS_AT_ONCE,
     dense_row,
@@ -52,7 +50,7 @@ def _emit_load_field(emitter: Emitter, descriptor: Value, field: Value) -> Value
     return emitter.load(I64, descriptor, emitter.times(field, 8))
 
 
-load_field = emitted(_emit_load_field, 2, returns=types.int64)
+load_field = emitted(_emit_load_field, 2, returns="int64")
 """Element `field` of the descriptor at an address: (descriptor, field) -> int64."""
 
 _call_matmul = emitted(emit_call, 9)  # (function's address, the arguments of `matmul`)

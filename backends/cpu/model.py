@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -66,9 +67,11 @@ class _Resources:
         self._logits = forward(recorder, spec, weights, self._taps.append)
         self._nodes = recorder.nodes
         self.pool = KvPool(layout_for(spec, geometry))
-        self.weights = PackedWeights()
-        self._linker = Linker(spec, geometry, self.weights, self.pool, threads)
-        self.linked = self._linker.link(with_sampling(lower(self._nodes, self._logits)))
+        with ThreadPoolExecutor(threads) as packers:
+            self.weights = PackedWeights(packers)
+            self._linker = Linker(spec, geometry, self.weights, self.pool, threads)
+            self.linked = self._linker.link(with_sampling(lower(self._nodes, self._logits)))
+            self.weights.finish()
         self._tapped: LinkedProgram | None = None
         self.inputs = StepInputs(spec, geometry, threads)
         self.sampling = _Sampling(spec.vocab_size, threads)

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu import linear
 from mvllm.backends.cpu.isa import Isa, selected
-from mvllm.backends.cpu.layout import (
-    DENSE,
-    GROUP,
-    NARROW,
-    QUANTIZED,
-    ActivationLayout,
-    DenseLayout,
-    QuantLayout,
-)
-from mvllm.backends.cpu.pack_kernels import code_packer
+from mvllm.backends.cpu.jit import NativeFunction
+from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, ActivationLayout
+from mvllm.backends.cpu.pack_kernels import row_packer
 from mvllm.core.load.mapped import release_pages
-from mvllm.core.load.quantized import FactoredGroups
-from mvllm.core.load.weights import DENSE_DTYPES, DenseWeight, QuantizedWeight
+from mvllm.core.load.weights import DenseWeight, QuantizedWeight
 from mvllm.core.tensor import Weight
 from mvllm.core.types import ceil_div
 
-_CHUNK_WEIGHTS = 1 << 19  # weights packed at once: bounds the temporaries and keeps them in cache
+StartTask = Callable[[Callable[[], None]], object]
+"""Does a piece of work, or sees to it that a thread does."""
+
+_TASK_WEIGHTS = 1 << 22  # a piece of work: some milliseconds
 _SEGMENT_BYTES = 64 << 20
 _HUGE_PAGE = 2 << 20
 _ALIGNMENT = 64
+
+
+def call_now(task: Callable[[], None]) -> None:
+    """A `StartTask` that does the work itself."""
+    task()
 
 
 class Arena:
@@ -138,11 +138,16 @@ def pack_matrix(
     *,
     isa: Isa | None = None,
     alternate: bool = False,
+    start: StartTask = call_now,
 ) -> PackedMatrix:
     """Pack matrices of the same format and number of inputs as one.
 
     Rows are concatenated. With `alternate` the row blocks of the weights take turns instead (they have
     equally many rows then, each padded to whole blocks). Mutates the arena.
+
+    Args:
+        start: is given the work in pieces, which may be done later and by several threads at once; the
+            matrix's data are complete when all are done.
     """
     isa = isa or selected()
     first = weights[0]
@@ -155,7 +160,7 @@ def pack_matrix(
     num_blocks = sum(blocks_each)
     data = arena.allocate(num_blocks * block_bytes(format_name, inputs, isa)).reshape(num_blocks, -1)
     for index, stream in enumerate(streams):
-        _pack_stream(stream, data[index :: len(streams)], isa)
+        _pack_stream(stream, data[index :: len(streams)], isa, start)
     rows = sum(weight.shape[0] for weight in weights)
     return PackedMatrix(
         names=tuple(weight.name for weight in weights),
@@ -176,115 +181,63 @@ def block_bytes(format_name: str, inputs: int, isa: Isa) -> int:
     return inputs // (GROUP * layout.superblock) * layout.superblock_bytes(isa.lanes)
 
 
-def _pack_stream(weights: list[Weight], blocks: NDArray[np.uint8], isa: Isa) -> None:
+def _pack_stream(weights: list[Weight], blocks: NDArray[np.uint8], isa: Isa, start: StartTask) -> None:
     """Write the concatenated rows of `weights` into consecutive row blocks."""
-    format_name, inputs = weights[0].format_name, weights[0].shape[1]
-    rows_at_once = max(1, _CHUNK_WEIGHTS // (inputs * isa.lanes)) * isa.lanes
+    packer = row_packer(weights[0].format_name, isa)
+    rows_at_once = max(1, _TASK_WEIGHTS // (weights[0].shape[1] * isa.lanes)) * isa.lanes
     rows = sum(weight.shape[0] for weight in weights)
-    for start in range(0, rows, rows_at_once):
-        stop = min(start + rows_at_once, rows)
-        pieces = _pieces(weights, start, stop)
-        target = blocks[start // isa.lanes : ceil_div(stop, isa.lanes)]
-        if format_name in DENSE:
-            _pack_dense([_dense_rows(*piece) for piece in pieces], target, isa, DENSE[format_name])
-        else:
-            _pack_quantized([_groups(*piece) for piece in pieces], target, isa, QUANTIZED[format_name])
-        for piece in pieces:
-            _release(*piece)
+    for first in range(0, rows, rows_at_once):
+        last = min(first + rows_at_once, rows)
+        target = blocks[first // isa.lanes : ceil_div(last, isa.lanes)]
+        start(functools.partial(_pack_rows, packer, _pieces(weights, first, last), target, isa))
 
 
-def _pieces(weights: list[Weight], start: int, stop: int) -> list[tuple[Weight, int, int]]:
-    """The parts (weight, first row, last row) of concatenated rows [start, stop)."""
+def _pack_rows(packer: NativeFunction, pieces: Sequence[_Piece], target: NDArray[np.uint8], isa: Isa) -> None:
+    """Write the rows of `pieces` into the row blocks `target`; a last block's missing rows stay zero."""
+    addresses = np.zeros(len(target) * isa.lanes, np.int64)
+    found = np.concatenate([_row_addresses(piece) for piece in pieces])
+    addresses[: len(found)] = found
+    weight = pieces[0].weight
+    packer.ctypes(addresses.ctypes.data, len(target), target.ctypes.data, target.strides[0], _units(weight))
+    for piece in pieces:
+        # Reordered rows stay within a head, so few pages are missed.
+        release_pages(piece.weight.stored[piece.first : piece.last])
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Rows [first, last) of a weight."""
+
+    weight: DenseWeight | QuantizedWeight
+    first: int
+    last: int
+
+
+def _pieces(weights: list[Weight], first: int, last: int) -> list[_Piece]:
+    """The parts of the concatenated rows [first, last)."""
     pieces = []
     for weight in weights:
+        assert isinstance(weight, DenseWeight | QuantizedWeight), weight
         rows = weight.shape[0]
-        if start < rows and stop > 0:
-            pieces.append((weight, max(start, 0), min(stop, rows)))
-        start, stop = start - rows, stop - rows
+        if first < rows and last > 0:
+            pieces.append(_Piece(weight, max(first, 0), min(last, rows)))
+        first, last = first - rows, last - rows
     return pieces
 
 
-def _dense_rows(weight: Weight, start: int, stop: int) -> NDArray[Any]:
-    """Rows in the type they are stored in (bfloat16 as uint16)."""
-    assert isinstance(weight, DenseWeight), weight
-    return weight.stored_rows(start, stop)
+def _row_addresses(piece: _Piece) -> NDArray[np.int64]:
+    """Where the rows lie in the file's memory."""
+    stored, order = piece.weight.stored, piece.weight.row_order
+    assert stored.strides[1] == stored.itemsize, "a row's values are neighbours"
+    rows = np.arange(piece.first, piece.last) if order is None else order[piece.first : piece.last]
+    return stored.ctypes.data + stored.strides[0] * rows.astype(np.int64)
 
 
-def _groups(weight: Weight, start: int, stop: int) -> FactoredGroups:
-    assert isinstance(weight, QuantizedWeight), weight
-    return weight.unpack(start, stop)
-
-
-def _release(weight: Weight, start: int, stop: int) -> None:
-    """Let the file's pages of packed rows go. Reordered rows stay within a head, so few pages are missed."""
-    assert isinstance(weight, DenseWeight | QuantizedWeight), weight
-    release_pages(weight.stored[start:stop])
-
-
-def _pack_dense(pieces: list[NDArray[Any]], target: NDArray[np.uint8], isa: Isa, layout: DenseLayout) -> None:
-    rows = _padded(pieces, isa)
-    values = target.view(DENSE_DTYPES[layout.format_name]).reshape(len(target), -1, isa.lanes)
-    values[:] = rows.reshape(len(target), isa.lanes, -1).transpose(0, 2, 1)
-
-
-def _pack_quantized(
-    pieces: list[FactoredGroups], target: NDArray[np.uint8], isa: Isa, layout: QuantLayout
-) -> None:
-    lanes, num_blocks = isa.lanes, len(target)
-    superblocks = target.reshape(num_blocks, -1, layout.superblock_bytes(lanes))
-    header, body = np.split(superblocks, [layout.header_bytes(lanes)], axis=2)
-    # [blocks, superblocks, groups, bytes]; splitting the last axis keeps it a view of the target
-    groups = body.reshape(num_blocks, -1, layout.superblock, layout.group_bytes(lanes))
-    scale_at, bias_at = 0, layout.bias_offset(lanes)
-
-    codes = _padded([piece.q for piece in pieces], isa)
-    code_packer(layout.format_name, lanes)(
-        codes.ctypes.data,
-        codes.shape[1],
-        target.ctypes.data + layout.header_bytes(lanes) + layout.codes_offset(lanes),
-        target.strides[0],
-        superblocks.shape[1],
-        num_blocks,
+def _units(weight: DenseWeight | QuantizedWeight) -> int:
+    """A row's values, or superblocks."""
+    inputs = weight.shape[1]
+    return (
+        inputs
+        if weight.format_name in DENSE
+        else inputs // (GROUP * QUANTIZED[weight.format_name].superblock)
     )
-    super_area = header if layout.factored else groups[:, :, 0]
-    _store_half(super_area, scale_at, _padded([piece.super_scale for piece in pieces], isa), lanes)
-    if layout.has_bias:
-        super_bias_at = 2 * lanes
-        _store_half(super_area, super_bias_at, _padded([_some(p.super_bias) for p in pieces], isa), lanes)
-    if layout.factored:
-        _store_small(groups, scale_at, _padded([_some(p.sub_scale) for p in pieces], isa), lanes)
-        if layout.has_bias:
-            _store_small(groups, bias_at, _padded([_some(p.sub_bias) for p in pieces], isa), lanes)
-
-
-def _padded(pieces: list[NDArray[Any]], isa: Isa) -> NDArray[Any]:
-    """Concatenated rows, with zero rows up to whole row blocks."""
-    rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    missing = -len(rows) % isa.lanes
-    return np.pad(rows, ((0, missing), (0, 0))) if missing else np.ascontiguousarray(rows)
-
-
-def _by_lane(rows: NDArray[Any], groups: NDArray[np.uint8], lanes: int) -> NDArray[Any]:
-    """[rows, n] -> [blocks, lanes, superblocks, groups, n per group]."""
-    num_blocks, superblocks, superblock = groups.shape[:3]
-    return rows.reshape(num_blocks, lanes, superblocks, superblock, -1)
-
-
-def _store_half(area: NDArray[np.uint8], offset: int, factors: NDArray[np.float32], lanes: int) -> None:
-    """float32 [rows, superblocks] -> float16 at `offset` of area [blocks, superblocks, bytes]; exact, since
-    the factors were float16 in the file."""
-    stored = area[..., offset : offset + 2 * lanes].view("<f2")
-    stored[:] = factors.reshape(area.shape[0], lanes, area.shape[1]).transpose(0, 2, 1)
-
-
-def _store_small(groups: NDArray[np.uint8], offset: int, factors: NDArray[np.int8], lanes: int) -> None:
-    """int8 [rows, factors] -> int8 at `offset` of each group, one vector of lanes per factor of the group."""
-    by_lane = _by_lane(factors, groups, lanes)
-    per_group = by_lane.shape[-1]
-    stored = groups[..., offset : offset + per_group * lanes].view(np.int8)
-    stored.reshape(*groups.shape[:3], per_group, lanes)[:] = by_lane.transpose(0, 2, 3, 4, 1)
-
-
-def _some(factor: NDArray[Any] | None) -> NDArray[Any]:
-    assert factor is not None, "the format has this factor"
-    return factor

@@ -8,51 +8,59 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from mvllm.backends.cpu.deferred import Deferred, number_type
 from mvllm.backends.cpu.vector import F32, I64, VOID, Emitter, Value, emitted
 
 
-def _pointer_to(element: types.Type) -> Any:
-    """An intrinsic `view(address)` whose result is indexed like an array of `element`."""
-
-    def view(typing: Any, address: types.Type) -> Any:
-        def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(element)(types.int64), emit
-
-    return intrinsic(view)
+def _pointer_to(element: str) -> Any:
+    """A function `view(address)` for Numba code, whose result is indexed like an array of `element`."""
+    return Deferred(lambda: _view(_pointer_type(element)))
 
 
 def record_at(dtype: np.dtype[Any]) -> Any:
-    """An intrinsic `view(address)` whose result is a record with the fields of `dtype`, read and written."""
-    record = numba.from_dtype(dtype)
+    """A function `view(address)` for Numba code, whose result is a record with the fields of `dtype`."""
+    return Deferred(lambda: _view(_record_type(dtype)))
 
-    def view(typing: Any, address: types.Type) -> Any:
+
+def _pointer_type(element: str) -> Any:
+    from numba import types
+
+    return types.CPointer(number_type(element))
+
+
+def _record_type(dtype: np.dtype[Any]) -> Any:
+    import numba
+
+    return numba.from_dtype(dtype)
+
+
+def _view(result: Any) -> Any:
+    """An intrinsic that turns an address into a value of the Numba type `result`."""
+    from numba.extending import intrinsic
+
+    def view(typing: Any, address: Any) -> Any:
         def emit(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
-            return builder.inttoptr(arguments[0], context.get_value_type(record))
+            return builder.inttoptr(arguments[0], context.get_value_type(result))
 
-        return record(types.int64), emit
+        return result(number_type("int64")), emit
 
     return intrinsic(view)
 
 
-f32_at = _pointer_to(types.float32)
-i32_at = _pointer_to(types.int32)
-i64_at = _pointer_to(types.int64)
-i16_at = _pointer_to(types.int16)
+f32_at = _pointer_to("float32")
+i32_at = _pointer_to("int32")
+i64_at = _pointer_to("int64")
+i16_at = _pointer_to("int16")
 
 
 def _emit_square_root(emitter: Emitter, value: Value) -> Value:
     return emitter.call("llvm.sqrt.f32", F32, value)
 
 
-square_root = emitted(_emit_square_root, [types.float32], returns=types.float32)
+square_root = emitted(_emit_square_root, ["float32"], returns="float32")
 """The correctly rounded root of a float32."""
 
 

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from mvllm.backends.cpu.deferred import Deferred, number_type
 from mvllm.backends.cpu.memory import LINE_BYTES
 
 Value: TypeAlias = Any  # an llvmlite value; the library has no types
 
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 VOID = ir.VoidType()
 _BYTE_POINTER = I8.as_pointer()
@@ -100,6 +99,11 @@ class Emitter:
             value, value, ir.Constant(vector(I32, len(indices)), list(indices))
         )
 
+    def join(self, first: Value, second: Value) -> Value:
+        """The elements of two vectors of the same type, one after the other."""
+        indices = list(range(2 * first.type.count))
+        return self.builder.shuffle_vector(first, second, ir.Constant(vector(I32, len(indices)), indices))
+
     def reduce(self, combine: Callable[[Value, Value], Value], value: Value) -> Value:
         """Fold a vector of 2**n elements to a scalar by halves, in a fixed order."""
         distance = value.type.count // 2
@@ -174,46 +178,59 @@ def emit_for_count(
 
 def emitted(
     emit: Callable[..., Value | None],
-    values: int | Sequence[types.Type],
+    values: int | Sequence[str],
     *,
     num_names: int = 0,
-    returns: types.Type = types.void,
+    returns: str = "void",
 ) -> Any:
     """What `emit` emits, as a function for Numba code.
 
     Its arguments are `num_names` constant strings, which reach `emit` as such, then `values`: so many int64,
-    or one of each type. `emit` gets the emitter before them, and returns the function's value if it has one.
+    or one of each type named. `emit` gets the emitter before them, and returns the function's value, of type
+    `returns`, if it has one.
     """
-    value_types = [types.int64] * values if isinstance(values, int) else list(values)
+    value_names = ["int64"] * values if isinstance(values, int) else list(values)
 
-    def definition(typing: Any, *arguments: Any) -> Any:
-        names = [argument.literal_value for argument in arguments[:num_names]]
+    def make() -> Any:
+        from numba.extending import intrinsic
+
+        value_types = [number_type(name) for name in value_names]
+
+        def definition(typing: Any, *arguments: Any) -> Any:
+            names = [argument.literal_value for argument in arguments[:num_names]]
+
+            def generate(context: Any, builder: Value, signature: Any, given: Sequence[Value]) -> Value:
+                result = emit(Emitter(builder), *names, *given[num_names:])
+                return context.get_dummy_value() if result is None else result
+
+            return number_type(returns)(*arguments[:num_names], *value_types), generate
+
+        # Numba matches calls against the signature, where it wants every argument by name.
+        parameters = ["typing", *(f"argument{i}" for i in range(num_names + len(value_types)))]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        signature = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
+        definition.__signature__ = signature  # type: ignore[attr-defined]
+        return intrinsic(prefer_literal=True)(definition)
+
+    return Deferred(make)
+
+
+def _make_stack_memory() -> Any:
+    from numba.extending import intrinsic
+
+    def stack_memory(typing: Any, nbytes: Any) -> Any:
+        size = nbytes.literal_value
 
         def generate(context: Any, builder: Value, signature: Any, given: Sequence[Value]) -> Value:
-            result = emit(Emitter(builder), *names, *given[num_names:])
-            return context.get_dummy_value() if result is None else result
+            with builder.goto_entry_block():
+                memory = builder.alloca(ir.ArrayType(I8, size))
+            memory.align = LINE_BYTES
+            return builder.ptrtoint(memory, I64)
 
-        return returns(*arguments[:num_names], *value_types), generate
+        return number_type("int64")(nbytes), generate
 
-    # Numba matches calls against the signature, where it wants every argument by name.
-    parameters = ["typing", *(f"argument{i}" for i in range(num_names + len(value_types)))]
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
-    definition.__signature__ = signature  # type: ignore[attr-defined]
-    return intrinsic(prefer_literal=True)(definition)
+    return intrinsic(prefer_literal=True)(stack_memory)
 
 
-def _stack_memory(typing: Any, nbytes: Any) -> Any:
-    """Address of `nbytes`, a constant, on the stack of the function under compilation, from a line on."""
-    size = nbytes.literal_value
-
-    def generate(context: Any, builder: Value, signature: Any, given: Sequence[Value]) -> Value:
-        with builder.goto_entry_block():
-            memory = builder.alloca(ir.ArrayType(I8, size))
-        memory.align = LINE_BYTES
-        return builder.ptrtoint(memory, I64)
-
-    return types.int64(nbytes), generate
-
-
-stack_memory = intrinsic(prefer_literal=True)(_stack_memory)
+stack_memory = Deferred(_make_stack_memory)
+"""Address of `nbytes`, a constant, on the stack of the function under compilation, at the start of a line."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,9 +20,13 @@ _PADDING = 16  # floats: vectors may read past the end of a bias
 class PackedWeights:
     """Owns the packed matrices, vectors and rotary tables of a model; handed out as addresses that stay valid
     while it lives. Programs of the same model share one.
+
+    Matrices are packed by `workers`, and complete after `finish`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Executor) -> None:
+        self._workers = workers
+        self._packing: list[Future[None]] = []
         self._arena = Arena()
         self._matrices: dict[int, tuple[Weight, PackedMatrix]] = {}  # by id of the weight
         self._vectors: dict[int, tuple[Weight, NDArray[np.float32]]] = {}
@@ -32,7 +39,7 @@ class PackedWeights:
         return matrices + sum(vector.nbytes for _, vector in self._vectors.values())
 
     def matrix(self, weight: Weight) -> PackedMatrix:
-        """The packed form of `weight`, made on the first call.
+        """The packed form of `weight`; the first call sees to its making.
 
         Raises:
             CapacityError: memory for it can't be had.
@@ -40,13 +47,22 @@ class PackedWeights:
         known = self._matrices.get(id(weight))
         if known is None:
             try:
-                packed = pack_matrix([weight], self._arena)
+                packed = pack_matrix([weight], self._arena, start=self._start)
             except (MemoryError, OSError):
                 raise CapacityError(
                     f"weight {weight.name}, bytes", needed=weight.nbytes, available=0
                 ) from None
             known = self._matrices[id(weight)] = (weight, packed)
         return known[1]
+
+    def _start(self, task: Callable[[], None]) -> None:
+        self._packing.append(self._workers.submit(task))
+
+    def finish(self) -> None:
+        """Wait until all matrices asked for are packed."""
+        for packing in self._packing:
+            packing.result()
+        self._packing.clear()
 
     def vector(self, weight: Weight) -> int:
         """Address of the float32 values of a vector."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numba
@@ -16,21 +19,29 @@ import numpy as np
 import pytest
 
 from mvllm.backends.cpu import isa as instruction_sets
-from mvllm.backends.cpu import jit
+from mvllm.backends.cpu import jit, prepare
 from mvllm.backends.cpu.isa import AVX512, PORTABLE, half_to_float
 from mvllm.backends.cpu.jit import kernel, kernel_sources, native_function, prune, sources_digest
+from mvllm.backends.cpu.object_cache import ObjectCode, read, write
 from mvllm.backends.cpu.vector import F16, F32, I64, Emitter, Value, emitted, vector
 from mvllm.core.cache_folder import cache_folder
 from mvllm.core.errors import ConfigError
 from tests.paths import ROOT
+from tests.tiny_models import write_tiny_gguf
 
 
 @pytest.fixture
 def fresh_kernel_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("MVLLM_CACHE", raising=False)
-    jit.kernel_folder.cache_clear()
+    for remembered in (jit.kernel_folder, jit._warn_once):
+        remembered.cache_clear()
     yield
-    jit.kernel_folder.cache_clear()
+    for remembered in (jit.kernel_folder, jit._warn_once):
+        remembered.cache_clear()
+
+
+CHECK_SIGNATURE, CHECK = "boolean(int64, int64, int64)", prepare._all_below.__wrapped__  # type: ignore[attr-defined]
+"""A small function of the package: (int32 values, count, limit) -> whether all are in [0, limit)."""
 
 
 def _add(a: int, b: int) -> int:
@@ -45,10 +56,11 @@ def test_without_a_writable_cache_kernels_compile_after_one_warning(
     blocked.write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     with pytest.warns(RuntimeWarning, match="MVLLM_CACHE") as warned:
-        first = kernel("int64(int64, int64)")(_add)
-        second = native_function("int64(int64, int64)", _add)
+        natives = [native_function(CHECK_SIGNATURE, CHECK) for _ in range(2)]
     assert len(warned) == 1
-    assert (first(1, 2), second.ctypes(3, 4)) == (3, 7)
+    values = np.array([3, 0, 4], np.int32)
+    assert [native.ctypes(values.ctypes.data, 3, 5) for native in natives] == [True, True]
+    assert not any(native.was_cached for native in natives)
 
 
 @pytest.mark.usefixtures("fresh_kernel_folder")
@@ -63,12 +75,86 @@ def test_a_user_without_a_home_gets_no_cache_and_no_error(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("fresh_kernel_folder")
-def test_numbas_own_cache_setting_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kernel_that_was_compiled_once_is_loaded_afterwards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "the user's")
-    assert kernel("int64(int64, int64)")(_add)(1, 2) == 3
-    assert numba.config.CACHE_DIR == "the user's"
-    assert list(tmp_path.rglob("*.nbc")), "the kernel was cached below XDG_CACHE_HOME"
+    values = np.array([3, 0, 4], np.int32)
+    for was_cached in (False, True):
+        native = native_function(CHECK_SIGNATURE, CHECK)
+        assert native.was_cached is was_cached
+        assert native.ctypes(values.ctypes.data, 3, 5) is True
+        assert native.ctypes(values.ctypes.data, 3, 4) is False
+
+
+@pytest.mark.usefixtures("fresh_kernel_folder")
+def test_code_of_other_modules_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing would notice that it had changed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        assert not native_function("int64(int64, int64)", _add).was_cached
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.usefixtures("fresh_kernel_folder")
+@pytest.mark.parametrize("damage", [b"", b"x" * 10, b"x" * 100])
+def test_a_damaged_file_is_compiled_anew_and_replaced(
+    damage: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_function(CHECK_SIGNATURE, CHECK)
+    [file] = tmp_path.rglob("*.o")
+    intact = file.read_bytes()
+    file.write_bytes(damage + intact[len(damage) : -1])
+    assert not native_function(CHECK_SIGNATURE, CHECK).was_cached
+    assert native_function(CHECK_SIGNATURE, CHECK).was_cached
+
+
+@pytest.mark.usefixtures("fresh_kernel_folder")
+def test_a_cache_that_can_only_be_read_is_read_and_one_that_is_full_costs_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_function(CHECK_SIGNATURE, CHECK)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(os, "utime", refuse)
+    jit.kernel_folder.cache_clear()
+    assert native_function(CHECK_SIGNATURE, CHECK).was_cached
+    [file] = tmp_path.rglob("*.o")
+    file.unlink()
+    with pytest.warns(RuntimeWarning, match="read-only file system"):
+        assert not native_function(CHECK_SIGNATURE, CHECK).was_cached
+
+
+def test_a_file_says_for_which_function_it_was_written(tmp_path: Path) -> None:
+    write(tmp_path, "one", ObjectCode("symbol", b"code\0more"))
+    assert read(tmp_path, "one") == ObjectCode("symbol", b"code\0more")
+    assert read(tmp_path, "two") is None
+    [file] = tmp_path.iterdir()
+    write(tmp_path, "two", ObjectCode("symbol", b""))
+    [other] = set(tmp_path.iterdir()) - {file}
+    other.write_bytes(file.read_bytes())
+    assert read(tmp_path, "two") is None
+
+
+def _writes_or_reads(folder: Path, number: int) -> bool:
+    """Whether only whole files are ever seen."""
+    for size in range(50):
+        write(folder, "key", ObjectCode("symbol", bytes([number]) * (1000 + size)))
+        found = read(folder, "key")
+        if found is None or len(set(found.code)) != 1:
+            return False
+    return True
+
+
+def test_processes_that_write_the_same_file_see_no_half_of_it(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as processes:
+        assert all(processes.map(_writes_or_reads, [tmp_path] * 3, range(3)))
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_cache_folder_follows_the_platforms_convention() -> None:
@@ -114,7 +200,10 @@ def test_every_module_that_kernels_take_constants_from_counts_as_their_source() 
                     assert ROOT / source in sources, f"{path.name} imports {module}"
 
 
-_WITHOUT_CONSTANTS = {f"mvllm.core.{name}" for name in ("errors", "types", "tensor", "model.spec")}
+_WITHOUT_CONSTANTS = {
+    f"mvllm.core.{name}"
+    for name in ("errors", "types", "tensor", "model.spec", "trace", "load.mapped", "load.weights")
+}
 
 
 def _imported_modules(path: Path) -> set[str]:
@@ -151,7 +240,7 @@ def test_the_first_compilation_is_announced_once_and_a_warm_start_never(
         name = instruction_sets.selected().name
         expected = f"compiling CPU kernels for {name}: first start on this machine, about 20 s"
         assert start() == [expected]
-        assert kernel("int64(int64, int64)")(_add)(1, 2) == 3
+        native_function(CHECK_SIGNATURE, CHECK)
         assert start() == []
 
 
@@ -186,24 +275,26 @@ def test_a_first_load_speaks_up_before_it_compiles(tmp_path: Path) -> None:
     assert result.stdout.endswith("about 20 s False\n")
 
 
-_SECOND_START = """
-from mvllm.backends.cpu import linear
-from mvllm.backends.cpu.isa import selected
-from mvllm.backends.cpu.layout import NARROW
-linear.matmul_address("Q8_0", selected(), NARROW)
-print(sum(linear.quantize_row.stats.cache_hits.values()), linear._compiled[0].cache_hits)
+_START = """
+import sys
+from mvllm import LLM, SamplingParams
+
+with LLM(sys.argv[1], backend="cpu", threads=2) as llm:
+    [output] = llm.generate("the other engine", SamplingParams(temperature=0.7, seed=1, max_tokens=3))
+print(len(output.outputs[0].token_ids), "numba" in sys.modules)
 """
 
 
-def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "MVLLM_CACHE": str(tmp_path)}
-    hits = [
+def test_a_second_start_compiles_nothing_and_does_without_numba(tmp_path: Path) -> None:
+    model = tmp_path / "tiny.gguf"
+    write_tiny_gguf(model, architecture="llama", tensor_type="Q8_0", seed=1)
+    said = [
         subprocess.run(
-            [sys.executable, "-c", _SECOND_START], env=environment, capture_output=True, text=True, check=True
-        ).stdout.split()
-        for _ in range(2)
+            [sys.executable, "-c", _START, str(model)], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)  # both with the cache of this machine, which the first one completes
     ]
-    assert hits == [["0", "0"], ["1", "1"]]
+    assert said[1] == "3 False\n"
 
 
 def test_the_best_instruction_set_of_the_machine_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +359,7 @@ def _emit_halves(emitter: Emitter, address: Value) -> Value:
     return emitter.reduce(emitter.builder.add, values)
 
 
-_total = emitted(_emit_halves, 1, returns=numba.types.int64)
+_total = emitted(_emit_halves, 1, returns="int64")
 
 
 def test_emitted_loops_run_as_often_as_told_and_reductions_take_every_element() -> None:
