@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu import attention
 from mvllm.backends.cpu.kv_pool import KvLayout, KvPool
 from mvllm.backends.cpu.memory import aligned_zeros
-from mvllm.backends.cpu.tables import ATTENTION
+from mvllm.backends.cpu.tables import ATTENTION, ITEM, SPLIT
 
 Floats = NDArray[np.float32]
 
@@ -83,6 +84,11 @@ class PagedAttention:
         }
         for name, value in fields.items():
             self._record[name] = value
+        self._split = np.zeros(1, SPLIT)
+        self._scratch = aligned_zeros(attention.scratch_bytes(case.head_dim), "scratch")
+        self._scratch.view(np.float32).fill(np.nan)
+        states = attention.MAX_ROWS * attention.state_bytes(case.head_dim)
+        self._states = aligned_zeros(-(-self._num_tokens // attention.PART) * states, "states")
         for position in range(self._num_tokens):
             self._store(position)
 
@@ -93,8 +99,9 @@ class PagedAttention:
         values = np.ascontiguousarray(self._sequence.v[position])
         attention.store_keys_values(self._record.ctypes.data, slot, keys.ctypes.data, values.ctypes.data)
 
-    def run(self, first: int, last: int, rows_per_item: int) -> Floats:
-        """Output of the positions [first, last), cut into items of `rows_per_item` query rows.
+    def run(self, first: int, last: int, rows_per_item: int, pieces: int = 1) -> Floats:
+        """Output of the positions [first, last), cut into items of `rows_per_item` query rows, each of them
+        split into `pieces`.
 
         Raises:
             AssertionError: something was written beside the output.
@@ -104,25 +111,39 @@ class PagedAttention:
         guarded = np.full((len(q) + 2, *q.shape[1:]), np.nan, np.float32)
         out = guarded[1:-1]
         positions = np.arange(first, last, dtype=np.int32)
-        scratch = aligned_zeros(attention.scratch_bytes(self._num_tokens, case.head_dim), "scratch")
-        scratch.view(np.float32).fill(np.nan)
         total = len(q) * case.group
         for head in range(case.kv_heads):
             for start in range(0, total, rows_per_item):
-                item = np.array([0, head, start, min(rows_per_item, total - start)], np.int64)
-                attention.attend_item(
-                    self._record.ctypes.data,
-                    item.ctypes.data,
-                    0,
-                    positions.ctypes.data,
-                    self.table.ctypes.data,
-                    q.ctypes.data,
-                    out.ctypes.data,
-                    q.strides[0],
-                    scratch.ctypes.data,
-                )
+                for item in self._items(head, start, min(rows_per_item, total - start), pieces):
+                    attention.attend_item(
+                        self._record.ctypes.data,
+                        item.ctypes.data,
+                        positions.ctypes.data,
+                        self.table.ctypes.data,
+                        q.ctypes.data,
+                        out.ctypes.data,
+                        q.strides[0],
+                        self._scratch.ctypes.data,
+                    )
         assert np.isnan(guarded[[0, -1]]).all(), "written beside the output"
         return out.copy()
+
+    def _items(self, head: int, first: int, count: int, pieces: int) -> list[NDArray[Any]]:
+        """Items that cover all parts of the context, in a shuffled order."""
+        num_parts = -(-self._num_tokens // attention.PART)
+        pieces = min(pieces, num_parts)
+        items = np.zeros((pieces, 1), ITEM)
+        items["kv_head"], items["first"], items["count"] = head, first, count
+        for piece, item in enumerate(items):
+            item["first_part"] = num_parts * piece // pieces
+            item["last_part"] = num_parts * (piece + 1) // pieces
+        if pieces > 1:
+            self._split["items"], self._split["num_parts"] = pieces, num_parts
+            self._split["states"] = self._states.ctypes.data
+            self._states.view(np.float32).fill(np.nan)
+            items["split"] = self._split.ctypes.data
+        order = np.random.default_rng(first).permutation(pieces)
+        return [items[piece] for piece in order]
 
 
 def expected_attention(case: Case, sequence: Tokens, positions: Sequence[int]) -> NDArray[np.float64]:

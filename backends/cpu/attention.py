@@ -1,7 +1,13 @@
 """Causal grouped-query attention straight from the KV blocks, and the storing of new keys and values.
 
 Work comes in items: up to MAX_ROWS query rows of one sequence (tokens times the query heads of one kv head,
-token by token) that share a pass over the keys and values. Any cut into items gives the same bits.
+token by token) that read keys and values together, for all positions or for some parts of them. Any cut into
+items gives the same bits, because positions are always cut alike:
+
+    span    SPAN positions, whose scores exist at a time. Softmax is online: a row's state holds maximum, sum
+            and weighted values so far, and is rescaled when a span raises the maximum.
+    part    PART positions with a state of their own. The states of a row's parts are merged in order, by
+            whoever finishes the last of the items that share the row.
 """
 
 from __future__ import annotations
@@ -10,40 +16,62 @@ from typing import Any
 
 import numpy as np
 
+from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.attention_kernels import (
-    MAX_ROWS,
+    LOWEST,
+    MAXIMUM,
+    RUN_ENTRY,
+    SCORES_BYTES,
+    SPAN,
+    SUM,
+    TILE_ENTRY,
+    TILES_AT_ONCE,
+    VALUES,
+    WIDTHS,
     add_weighted_values,
     half_bits,
-    score_tile,
-    softmax_row,
+    merge_state,
+    score_tiles,
+    softmax_span,
 )
 from mvllm.backends.cpu.elementwise import cap_softly, scale
 from mvllm.backends.cpu.jit import kernel
 from mvllm.backends.cpu.kv_pool import TILE
-from mvllm.backends.cpu.memory import round_up
+from mvllm.backends.cpu.memory import LINE_BYTES, round_up
 from mvllm.backends.cpu.pointers import f32_at, i16_at, i32_at, i64_at, record_at
-from mvllm.backends.cpu.tables import ATTENTION
+from mvllm.backends.cpu.tables import ATTENTION, ATTENTION_WORK, ITEM, SPLIT
 
-ROW, KV_HEAD, FIRST, COUNT = range(4)
-ITEM_FIELDS = 4
-"""An item, int64: row of the batch, kv head, first query row (token * group + head), number of query rows."""
+PART = 4 * SPAN
+"""Positions with a state of their own; what threads can share of a row's context."""
 
-# A thread's scratch: per query row address, begin, end and factor; then a tile of keys, the sums, the scores.
-_QUERIES, _BEGINS, _ENDS, _FACTORS = 0, 64, 128, 192
-_KEY_TILE = 256
-_ROW_BYTES = 4 * TILE
+MAX_ROWS = 4 * WIDTHS[-1]
+"""Query rows of an item: they share what is read from memory."""
+
+_LOWEST = np.float32(LOWEST)
+_NARROWEST, _MIDDLE, _WIDEST = WIDTHS
 _END = 1 << 62  # beyond every position
+_DONE = SPLIT.fields["done"][1]  # type: ignore[index]
 
-_TILES_AHEAD = 4  # prefetched: the time of one tile is below the latency of memory
+# A thread's scratch: an ATTENTION_WORK record, then what it points to.
+_TILES_BYTES = round_up((SPAN // TILE + TILES_AT_ONCE) * TILE_ENTRY)
+_RUNS_BYTES = round_up(SPAN * RUN_ENTRY)
+_WORK_BYTES = round_up(ATTENTION_WORK.itemsize)
 
-attention_at = record_at(ATTENTION)
+attention_at, item_at, split_at = record_at(ATTENTION), record_at(ITEM), record_at(SPLIT)
+_work_at = record_at(ATTENTION_WORK)
 
 
-def scratch_bytes(max_context: int, head_dim: int) -> int:
+def scratch_bytes(head_dim: int) -> int:
     """Scratch that one thread needs; a multiple of a cache line."""
-    tiles = max_context // TILE + 2
-    padded_dim = round_up(head_dim, TILE)
-    return _KEY_TILE + _ROW_BYTES * head_dim + MAX_ROWS * (4 * padded_dim + tiles * _ROW_BYTES)
+    ranges = 16 * MAX_ROWS
+    fixed = _WORK_BYTES + ranges + _TILES_BYTES + _RUNS_BYTES + (MAX_ROWS + 1) * SCORES_BYTES
+    keys_and_queries = 4 * (TILE + MAX_ROWS) * head_dim
+    return round_up(fixed + keys_and_queries) + (2 * MAX_ROWS + 1) * state_bytes(head_dim)
+
+
+def state_bytes(head_dim: int) -> int:
+    """The state of one query row."""
+    return VALUES + 4 * round_up(head_dim, TILE)
 
 
 @kernel("void(int64, int64, int64, int64)")
@@ -68,231 +96,276 @@ def store_keys_values(attention_address: Any, slot: Any, keys: Any, values: Any)
                 full_values[first_value + i] = value[i]
 
 
-@kernel("int64(int64, int64, int64, int64)")
-def _head_block(attention_address: Any, table: Any, head: Any, position: Any) -> Any:
-    """Where the head's keys start in the block of `position`."""
-    a = attention_at(attention_address)
-    block = i32_at(table)[position // a.block_size]
-    return a.layer + block * a.block_bytes + head * a.head_bytes
+@kernel("void(int64, int64, int64, int64, int64)")
+def _set_up_work(
+    attention_address: Any, item_address: Any, table: Any, scratch: Any, work_address: Any
+) -> Any:
+    """Write the record of an item, except for its range of positions."""
+    a, item, w = attention_at(attention_address), item_at(item_address), _work_at(work_address)
+    w.attention, w.table = attention_address, table
+    w.head = a.layer + item.kv_head * a.head_bytes
+    w.value_bytes = 2 if a.is_half else 4
+    w.rows, w.state_bytes = item.count, VALUES + 4 * a.padded_dim
+    w.begins = scratch
+    w.ends = w.begins + 8 * MAX_ROWS
+    w.tiles = w.ends + 8 * MAX_ROWS
+    w.runs = w.tiles + _TILES_BYTES
+    w.scores = w.runs + _RUNS_BYTES
+    # The row behind the last one is read, though not used, when the last one is worked on alone.
+    w.keys = w.scores + (MAX_ROWS + 1) * SCORES_BYTES
+    w.queries = w.keys + 4 * TILE * a.head_dim
+    w.totals = (w.queries + 4 * MAX_ROWS * a.head_dim + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
+    w.parts = w.totals + MAX_ROWS * w.state_bytes
+    w.spare = w.parts + MAX_ROWS * w.state_bytes
+
+
+@kernel("int64(int64)")
+def padded_rows(rows: Any) -> Any:
+    """The query rows that have states: computing a few more costs less than code for every number."""
+    return (rows + _NARROWEST - 1) // _NARROWEST * _NARROWEST
+
+
+@kernel("int64(int64)")
+def _width(rows: Any) -> Any:
+    """How many query rows are taken at once when so many are left."""
+    if rows > _MIDDLE:
+        return _WIDEST
+    return _MIDDLE if rows > _NARROWEST else _NARROWEST
+
+
+@kernel("void(int64, int64, int64, int64, int64)")
+def _place_rows(work_address: Any, item_address: Any, positions: Any, q: Any, stride: Any) -> Any:
+    """Write begin and end of every query row, the range of positions that they span, its start moved down to
+    a multiple of TILE, and the queries, scaled, those taken at once side by side.
+
+    `positions` and `q` are those of the sequence's first token in the batch.
+    """
+    w, item = _work_at(work_address), item_at(item_address)
+    a = attention_at(w.attention)
+    begins, ends = i64_at(w.begins), i64_at(w.ends)
+    first, last = _END, 0
+    start, width = 0, 0
+    for row in range(padded_rows(w.rows)):
+        if row == start + width:
+            start, width = row, _width(w.rows - row)
+        number = item.first + min(row, w.rows - 1)
+        token, head = number // a.group, item.kv_head * a.group + number % a.group
+        ends[row] = i32_at(positions)[token] + 1
+        begins[row] = max(0, ends[row] - a.window) if a.window > 0 else 0
+        first, last = min(first, begins[row]), max(last, ends[row])
+        query = f32_at(q + token * stride + 4 * a.head_dim * head)
+        packed = f32_at(w.queries + 4 * (start * a.head_dim + row - start))
+        for i in range(a.head_dim):
+            packed[i * width] = query[i] * a.scale
+    w.first, w.last = first // TILE * TILE, last
+
+
+@kernel("UniTuple(int64, 2)(int64, int64)")
+def _keys_and_values(work_address: Any, position: Any) -> Any:
+    """Where the tile of `position` starts, if its block holds whole tiles, and where its values are."""
+    w = _work_at(work_address)
+    a = attention_at(w.attention)
+    number = position // a.block_size
+    offset = position - number * a.block_size
+    block = w.head + i32_at(w.table)[number] * a.block_bytes
+    keys = block + offset // TILE * TILE * a.head_dim * w.value_bytes
+    return keys, block + a.value_offset + offset * a.padded_dim * w.value_bytes
+
+
+@kernel("void(int64, int64, int64)")
+def _assemble_tile(work_address: Any, first: Any, last: Any) -> Any:
+    """Put the keys of [first, min(first + TILE, last)) together as one tile."""
+    w = _work_at(work_address)
+    a = attention_at(w.attention)
+    for lane in range(min(TILE, last - first)):
+        number, offset = (first + lane) // a.block_size, (first + lane) % a.block_size
+        block = w.head + i32_at(w.table)[number] * a.block_bytes
+        source = block + offset // a.tile * a.tile * a.head_dim * w.value_bytes
+        start = offset % a.tile
+        if a.is_half:
+            for i in range(a.head_dim):
+                i16_at(w.keys)[i * TILE + lane] = i16_at(source)[start + i * a.tile]
+        else:
+            for i in range(a.head_dim):
+                i32_at(w.keys)[i * TILE + lane] = i32_at(source)[start + i * a.tile]
+
+
+@kernel("void(int64, int64, int64)")
+def _score_rows(work_address: Any, tiles: Any, target: Any) -> Any:
+    """Scores of all query rows at the listed tiles; `target` is where the first row's go."""
+    w = _work_at(work_address)
+    a = attention_at(w.attention)
+    row = 0
+    while row < w.rows:
+        width = _width(w.rows - row)
+        queries = w.queries + 4 * row * a.head_dim
+        score_tiles(width, a.is_half, w.tiles, tiles, queries, a.head_dim // 2, target + row * SCORES_BYTES)
+        row += width
+
+
+@kernel("void(int64, int64, int64)")
+def _score_span(work_address: Any, first: Any, last: Any) -> Any:
+    """Scores at the positions [first, last) of a span, `first` a multiple of TILE. While a tile's keys are in
+    use, its values are fetched."""
+    w = _work_at(work_address)
+    entry, scores = i64_at(w.tiles), w.scores + 4 * (first % SPAN)
+    if attention_at(w.attention).tile == TILE:
+        count = 0
+        while first + count * TILE < last or count % TILES_AT_ONCE != 0:
+            position = min(first + count * TILE, (last - 1) // TILE * TILE)
+            entry[2 * count], entry[2 * count + 1] = _keys_and_values(work_address, position)
+            count += 1
+        _score_rows(work_address, count, scores)
+    else:
+        for i in range(2 * TILES_AT_ONCE):
+            entry[i] = w.keys
+        for position in range(first, last, TILE):
+            _assemble_tile(work_address, position, last)
+            _score_rows(work_address, TILES_AT_ONCE, scores + 4 * (position - first))
+
+
+@kernel("int64(int64, int64, int64)")
+def _list_runs(work_address: Any, first: Any, last: Any) -> Any:
+    """Write the table of the runs of [first, last), one per block; returns their number. While a run's values
+    are in use, the keys of the next span are fetched."""
+    w = _work_at(work_address)
+    block_size = attention_at(w.attention).block_size
+    entry, count, position = i64_at(w.runs), 0, first
+    while position < last:
+        length = min(block_size - position % block_size, last - position)
+        _, entry[3 * count] = _keys_and_values(work_address, position)
+        entry[3 * count + 1], _ = _keys_and_values(work_address, min(position + SPAN, w.last - 1))
+        entry[3 * count + 2] = length
+        count += 1
+        position += length
+    return count
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
+def _add_values(
+    work_address: Any, width: Any, row: Any, first: Any, last: Any, sums: Any, sum_stride: Any
+) -> Any:
+    """Add the weighted values of the positions [first, last) of a span to the sums of `width` query rows."""
+    if first >= last:
+        return
+    w = _work_at(work_address)
+    a = attention_at(w.attention)
+    runs = _list_runs(work_address, first, last)
+    value_stride, vectors = a.padded_dim * w.value_bytes, a.padded_dim // TILE
+    weights = w.scores + row * SCORES_BYTES + 4 * (first % SPAN)
+    add_weighted_values(width, a.is_half, w.runs, runs, value_stride, weights, sums, sum_stride, vectors)
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64)")
-def _assemble_tile(
-    attention_address: Any, table: Any, head: Any, position: Any, last: Any, target: Any
-) -> Any:
-    """Put the keys of [position, min(position + TILE, last)) together as one tile at `target`."""
-    a = attention_at(attention_address)
-    for lane in range(min(TILE, last - position)):
-        offset = (position + lane) % a.block_size
-        source = _head_block(attention_address, table, head, position + lane)
-        first = offset // a.tile * a.tile * a.head_dim + offset % a.tile
-        if a.is_half:
-            for i in range(a.head_dim):
-                i16_at(target)[i * TILE + lane] = i16_at(source)[first + i * a.tile]
-        else:
-            for i in range(a.head_dim):
-                i32_at(target)[i * TILE + lane] = i32_at(source)[first + i * a.tile]
-
-
-@kernel("int64(int64, int64, int64, int64)")
-def _key_tile(attention_address: Any, table: Any, head: Any, position: Any) -> Any:
-    """Where the tile of `position`, a multiple of TILE, lies in its block; blocks hold whole tiles."""
-    a = attention_at(attention_address)
-    value_bytes = 2 if a.is_half else 4
-    return (
-        _head_block(attention_address, table, head, position)
-        + position % a.block_size * a.head_dim * value_bytes
-    )
-
-
-@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _score(
-    attention_address: Any,
-    table: Any,
-    head: Any,
-    rows: Any,
-    first: Any,
-    last: Any,
-    scratch: Any,
-    scores: Any,
-    stride: Any,
-) -> Any:
-    """Scores of the item's query rows at the positions [first, last), `first` a multiple of TILE."""
-    a = attention_at(attention_address)
-    keys = scratch + _KEY_TILE
-    for position in range(first, last, TILE):
-        following = keys
-        if a.tile == TILE:
-            keys = _key_tile(attention_address, table, head, position)
-            ahead = min(position + _TILES_AHEAD * TILE, last - 1) // TILE * TILE
-            following = _key_tile(attention_address, table, head, ahead)
-        else:
-            _assemble_tile(attention_address, table, head, position, last, keys)
-        target = scores + 4 * (position - first)
-        score_tile(rows, a.is_half, scratch + _QUERIES, keys, following, a.head_dim // 2, target, stride)
-
-
-@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _add_values(
-    attention_address: Any,
-    table: Any,
-    head: Any,
-    rows: Any,
-    start: Any,
-    stop: Any,
-    weights: Any,
-    weight_stride: Any,
-    sums: Any,
-    sum_stride: Any,
-) -> Any:
-    """Add the weighted values of the positions [start, stop); `weights` is that of `start`, first row."""
-    a = attention_at(attention_address)
-    value_stride = a.padded_dim * (2 if a.is_half else 4)
-    position = start
-    while position < stop:
-        offset = position % a.block_size
-        count = min(a.block_size - offset, stop - position)
-        values = _head_block(attention_address, table, head, position) + a.value_offset
-        ahead = min(position + _TILES_AHEAD * count, stop - 1)
-        following = _head_block(attention_address, table, head, ahead) + a.value_offset
-        add_weighted_values(
-            rows,
-            a.is_half,
-            weights + 4 * (position - start),
-            weight_stride,
-            values + offset * value_stride,
-            following,
-            value_stride,
-            count,
-            sums,
-            sum_stride,
-            a.padded_dim // TILE,
-        )
-        position += count
-
-
-@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def _add_values_row_by_row(
-    attention_address: Any,
-    table: Any,
-    head: Any,
-    rows: Any,
-    low: Any,
-    high: Any,
-    first: Any,
-    scratch: Any,
-    weights: Any,
-    weight_stride: Any,
-    sums: Any,
+    work_address: Any, first_row: Any, last_row: Any, low: Any, high: Any, states: Any
 ) -> Any:
-    """Add each row's weighted values of its own positions within [low, high); weights start at `first`."""
-    begins, ends = i64_at(scratch + _BEGINS), i64_at(scratch + _ENDS)
-    sum_stride = 4 * attention_at(attention_address).padded_dim
-    for row in range(rows):
-        start, stop = max(low, begins[row]), min(high, ends[row])
-        own_weights = weights + row * weight_stride + 4 * (start - first)
-        own_sums = sums + row * sum_stride
-        _add_values(attention_address, table, head, 1, start, stop, own_weights, 0, own_sums, 0)
+    """Add each query row's weighted values of its own positions within [low, high)."""
+    w = _work_at(work_address)
+    begins, ends = i64_at(w.begins), i64_at(w.ends)
+    for row in range(first_row, last_row):
+        sums = states + row * w.state_bytes + VALUES
+        first, last = max(low, begins[row]), min(high, ends[row])
+        _add_values(work_address, _NARROWEST, row, first, last, sums, w.spare - sums)
 
 
-@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _mix_values(
-    attention_address: Any,
-    table: Any,
-    head: Any,
-    rows: Any,
-    first: Any,
-    scratch: Any,
-    weights: Any,
-    weight_stride: Any,
-    sums: Any,
-) -> Any:
-    """sums = weighted values of each query row over its own positions, ascending.
+@kernel("void(int64, int64, int64, int64, int64)")
+def _mix_values(work_address: Any, row: Any, start: Any, stop: Any, states: Any) -> Any:
+    """Add the weighted values within [start, stop) of a span to the query rows taken at once from `row` on.
 
     Rows share the positions that all of them attend to. What lies before and after is added row by row: a
     weight of zero would not do, as zero times an infinite value is not zero.
     """
-    a = attention_at(attention_address)
-    begins, ends = i64_at(scratch + _BEGINS), i64_at(scratch + _ENDS)
-    shared_begin, shared_end = begins[0], ends[0]
-    for row in range(rows):
-        shared_begin, shared_end = max(shared_begin, begins[row]), min(shared_end, ends[row])
-    shared_end = max(shared_end, shared_begin)
-    for i in range(rows * a.padded_dim):
-        f32_at(sums)[i] = 0.0
-    _add_values_row_by_row(
-        attention_address, table, head, rows, 0, shared_begin, first, scratch, weights, weight_stride, sums
-    )
-    shared_weights, sum_stride = weights + 4 * (shared_begin - first), 4 * a.padded_dim
-    _add_values(
-        attention_address,
-        table,
-        head,
-        rows,
-        shared_begin,
-        shared_end,
-        shared_weights,
-        weight_stride,
-        sums,
-        sum_stride,
-    )
-    _add_values_row_by_row(
-        attention_address, table, head, rows, shared_end, _END, first, scratch, weights, weight_stride, sums
-    )
+    w = _work_at(work_address)
+    begins, ends = i64_at(w.begins), i64_at(w.ends)
+    width = _width(w.rows - row)
+    last_row = min(row + width, w.rows)
+    shared_begin, shared_end = start, stop
+    for other in range(row, last_row):
+        shared_begin, shared_end = max(shared_begin, begins[other]), min(shared_end, ends[other])
+    shared_begin = min(shared_begin, stop)
+    shared_end = max(shared_begin, shared_end)
+    sums = states + row * w.state_bytes + VALUES
+    _add_values_row_by_row(work_address, row, last_row, start, shared_begin, states)
+    _add_values(work_address, width, row, shared_begin, shared_end, sums, w.state_bytes)
+    _add_values_row_by_row(work_address, row, last_row, shared_end, stop, states)
 
 
-@kernel("UniTuple(int64, 2)(int64, int64, int64, int64, int64, int64, int64)")
-def _place_rows(
-    attention_address: Any,
-    item_address: Any,
-    first_token: Any,
-    positions: Any,
-    q: Any,
-    stride: Any,
-    scratch: Any,
-) -> Any:
-    """Write address, begin and end of every query row; returns the range of positions that they span, its
-    start moved down to a multiple of TILE."""
-    a, item = attention_at(attention_address), i64_at(item_address)
-    queries, begins, ends = (
-        i64_at(scratch + _QUERIES),
-        i64_at(scratch + _BEGINS),
-        i64_at(scratch + _ENDS),
-    )
-    first, last = _END, 0
-    for row in range(item[COUNT]):
-        token = first_token + (item[FIRST] + row) // a.group
-        head = item[KV_HEAD] * a.group + (item[FIRST] + row) % a.group
-        queries[row] = q + token * stride + 4 * a.head_dim * head
-        ends[row] = i32_at(positions)[token] + 1
-        begins[row] = max(0, ends[row] - a.window) if a.window > 0 else 0
-        first, last = min(first, begins[row]), max(last, ends[row])
-    return first // TILE * TILE, last
+@kernel("void(int64, int64, int64, int64)")
+def _attend_span(work_address: Any, start: Any, stop: Any, states: Any) -> Any:
+    """Take the positions [start, stop) of a span into the states of the query rows that see them."""
+    w = _work_at(work_address)
+    a = attention_at(w.attention)
+    begins, ends = i64_at(w.begins), i64_at(w.ends)
+    _score_span(work_address, start, stop)
+    for row in range(w.rows):
+        begin, end = max(start, begins[row]), min(stop, ends[row])
+        if begin < end:
+            scores, state = w.scores + row * SCORES_BYTES, states + row * w.state_bytes
+            if a.soft_cap > 0:
+                cap_softly(scores, a.soft_cap, scores, SPAN)
+            origin = start // SPAN * SPAN
+            factor = softmax_span(scores, begin - origin, end - origin, state)
+            if factor != np.float32(1.0):
+                scale(state + VALUES, factor, state + VALUES, a.padded_dim)
+    row = 0
+    while row < w.rows:
+        _mix_values(work_address, row, start, stop, states)
+        row += _width(w.rows - row)
 
 
-@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
-def _softmax_rows(
-    attention_address: Any, rows: Any, first: Any, tiles: Any, scratch: Any, scores: Any, stride: Any
-) -> Any:
-    """Turn the scores of each query row into weights, and write its factor."""
-    a = attention_at(attention_address)
-    begins, ends = i64_at(scratch + _BEGINS), i64_at(scratch + _ENDS)
-    for row in range(rows):
-        row_scores, factor = scores + row * stride, a.scale
-        if a.soft_cap > 0:
-            scale(row_scores, a.scale, row_scores, tiles * TILE)
-            cap_softly(row_scores, a.soft_cap, row_scores, tiles * TILE)
-            factor = np.float32(1.0)
-        f32_at(scratch + _FACTORS)[row] = softmax_row(
-            row_scores, begins[row] - first, ends[row] - first, tiles, factor
-        )
+@kernel("void(int64, int64)")
+def _clear_states(work_address: Any, states: Any) -> Any:
+    w = _work_at(work_address)
+    for row in range(padded_rows(w.rows)):
+        state = f32_at(states + row * w.state_bytes)
+        for i in range(w.state_bytes // 4):
+            state[i] = 0.0
+        state[MAXIMUM // 4] = _LOWEST
 
 
-@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+@kernel("void(int64, int64, int64)")
+def _attend_part(work_address: Any, part: Any, states: Any) -> Any:
+    """The states of the query rows after their positions in a part."""
+    w = _work_at(work_address)
+    _clear_states(work_address, states)
+    start, last = max(w.first, part * PART), min(w.last, (part + 1) * PART)
+    while start < last:
+        stop = min(last, (start // SPAN + 1) * SPAN)
+        _attend_span(work_address, start, stop, states)
+        start = stop
+
+
+@kernel("void(int64, int64, int64)")
+def _merge_part(work_address: Any, part: Any, states: Any) -> Any:
+    """Merge the states of a part into those of the whole, for the query rows that see some of it."""
+    w = _work_at(work_address)
+    vectors = attention_at(w.attention).padded_dim // TILE
+    begins, ends = i64_at(w.begins), i64_at(w.ends)
+    for row in range(w.rows):
+        if begins[row] < (part + 1) * PART and ends[row] > part * PART:
+            offset = row * w.state_bytes
+            merge_state(w.totals + offset, states + offset, vectors)
+
+
+@kernel("void(int64, int64, int64, int64)")
+def _write_rows(work_address: Any, item_address: Any, out: Any, stride: Any) -> Any:
+    w, item = _work_at(work_address), item_at(item_address)
+    a = attention_at(w.attention)
+    for row in range(w.rows):
+        number = item.first + row
+        token, head = number // a.group, item.kv_head * a.group + number % a.group
+        target = f32_at(out + token * stride + 4 * a.head_dim * head)
+        state = w.totals + row * w.state_bytes
+        values, factor = f32_at(state + VALUES), np.float32(1.0) / f32_at(state + SUM)[0]
+        for i in range(a.head_dim):
+            target[i] = values[i] * factor
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64)")
 def attend_item(
     attention_address: Any,
     item_address: Any,
-    first_token: Any,
     positions: Any,
     table: Any,
     q: Any,
@@ -300,24 +373,29 @@ def attend_item(
     stride: Any,
     scratch: Any,
 ) -> Any:
-    """Attention of one item.
+    """Attention of one item; its output is written by the last of the items that share its query rows.
 
     Args:
-        first_token: the row's first token in the batch; `positions` is the address of int32[T].
-        table: the row's block table, int32.
-        q, out: float32 matrices [T, heads * head_dim], their rows `stride` bytes apart.
+        positions: int32[tokens of the sequence in this batch].
+        table: the sequence's block table, int32.
+        q, out: float32 matrices [tokens, heads * head_dim], their rows `stride` bytes apart.
     """
-    a, item = attention_at(attention_address), i64_at(item_address)
-    head, rows = item[KV_HEAD], item[COUNT]
-    first, last = _place_rows(attention_address, item_address, first_token, positions, q, stride, scratch)
-    tiles = (last - first + TILE - 1) // TILE
-    sums = scratch + _KEY_TILE + _ROW_BYTES * a.head_dim
-    scores, score_stride = sums + 4 * MAX_ROWS * a.padded_dim, tiles * _ROW_BYTES
-    _score(attention_address, table, head, rows, first, last, scratch, scores, score_stride)
-    _softmax_rows(attention_address, rows, first, tiles, scratch, scores, score_stride)
-    _mix_values(attention_address, table, head, rows, first, scratch, scores, score_stride, sums)
-    for row in range(rows):
-        query, factor = i64_at(scratch + _QUERIES)[row], f32_at(scratch + _FACTORS)[row]
-        target, source = f32_at(query - q + out), f32_at(sums + 4 * row * a.padded_dim)
-        for i in range(a.head_dim):
-            target[i] = source[i] * factor
+    item, work = item_at(item_address), scratch
+    w = _work_at(work)
+    _set_up_work(attention_address, item_address, table, scratch + _WORK_BYTES, work)
+    _place_rows(work, item_address, positions, q, stride)
+    split = item.split
+    part_bytes = padded_rows(w.rows) * w.state_bytes if split != 0 else 0
+    parts = split_at(split).states if split != 0 else w.parts
+    _clear_states(work, w.totals)
+    for part in range(max(item.first_part, w.first // PART), item.last_part):
+        _attend_part(work, part, parts + part * part_bytes)
+        if split == 0:
+            _merge_part(work, part, parts)
+    if split != 0:
+        if atomic_add(split + _DONE, 1) + 1 < split_at(split).items:
+            return
+        split_at(split).done = 0  # for the next layer
+        for part in range(w.first // PART, split_at(split).num_parts):
+            _merge_part(work, part, parts + part * part_bytes)
+    _write_rows(work, item_address, out, stride)

@@ -1,11 +1,11 @@
-"""The vector code of attention: scores of a tile, softmax of a row, weighted sum of values.
+"""The vector code of attention: scores of a span, softmax of a row, weighted sum of values, merging of parts.
 
-All three give a query row the same bits whatever other rows, tiles or blocks surround it:
+All of it gives a query row the same bits whatever other rows, tiles or blocks surround it:
 
-- A score is a product over head_dim in two chains, even and odd components, added at the end. Vectors hold
-  TILE consecutive positions, so positions never mix.
-- Maximum and sum of a row run over tiles at absolute positions: lane i sees the positions i, i + 16, ...;
-  then the lanes are folded by halves. Positions outside the row's range contribute exact zeros.
+- A score is one chain of fused multiply-adds over head_dim. Vectors hold TILE consecutive positions, so
+  positions never mix.
+- Maximum and sum of a row within a span run over tiles at absolute positions: lane i sees the positions i,
+  i + 16, ...; then the lanes are folded by halves. Positions outside the row's range contribute exact zeros.
 - A weighted sum is one chain of fused multiply-adds over the row's positions, ascending. It is carried
   through memory from call to call, which changes no bit.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from llvmlite import ir
 
 from mvllm.backends.cpu.functions import exponential, round_to_half
@@ -36,24 +37,52 @@ from mvllm.backends.cpu.vector import (
     vector,
 )
 
-_ISA = selected()
-MAX_ROWS = 4 if _ISA.lanes >= TILE else 3
-"""Query rows that share a pass over keys and values: as many as the registers hold sums for."""
+SPAN = 128
+"""Positions whose scores exist at a time; spans begin at its multiples."""
 
-_COLUMN_VECTORS = 4 if _ISA.lanes >= TILE else 2  # vectors of value columns summed at once
+WIDTHS = (2, 4, 6)
+"""Query rows that share a pass over keys or values. A few rows are padded to the next of these."""
+
+TILES_AT_ONCE = 2
+"""Key tiles come in multiples of this."""
+
+SCORES_BYTES = 4 * (SPAN + (TILES_AT_ONCE - 1) * TILE)
+"""From one query row's scores to the next row's: a span, and what tiles beyond its end may overwrite."""
+
+LOWEST = float(np.finfo(np.float32).min)
+"""Maximum of no scores."""
+
+MAXIMUM, SUM, VALUES = 0, 4, LINE_BYTES
+"""Offsets in the state of a query row: the maximum of its scores, the sum of exp(score - maximum), and the
+sum of the values weighted so."""
+
+ADDRESS_BYTES = 8
+TILE_ENTRY, RUN_ENTRY = 2 * ADDRESS_BYTES, 3 * ADDRESS_BYTES
+"""Bytes of a table's entry. Of a tile: where its keys are, and what to prefetch meanwhile. Of a run of
+positions: where its values are, what to prefetch meanwhile, how many positions."""
+
+_ISA = selected()
+_SUMS = 12 if _ISA.lanes < TILE else 24  # vector registers for running sums
 _FLOATS = vector(F32, TILE)
 _VECTOR_BYTES = 4 * TILE
 _READ, _SECOND_LEVEL, _DATA = 0, 2, 1  # arguments of llvm.prefetch
 
 
-def _emit_variants(emitter: Emitter, rows: Value, is_half: Value, emit: Callable[[int, bool], None]) -> None:
+def _at_once(width: int) -> int:
+    """Vectors of TILE positions or columns that `width` query rows have registers for, at most 2."""
+    return min(2, max(1, _SUMS * _ISA.lanes // (width * TILE)))
+
+
+def _emit_variants(emitter: Emitter, width: Value, is_half: Value, emit: Callable[[int, bool], None]) -> None:
     """Emit code for each number of rows and both types of KV; at run time one of them is chosen."""
+    count = len(WIDTHS)
 
     def variant(number: int) -> None:
-        emit((number - 1) % MAX_ROWS + 1, number > MAX_ROWS)
+        emit(WIDTHS[(number - 1) % count], number > count)
 
-    number = emitter.offset(rows, emitter.times(is_half, MAX_ROWS))
-    emit_for_count(emitter, number, 2 * MAX_ROWS, variant)
+    half_width = emitter.builder.ashr(width, I64(1))
+    number = emitter.offset(half_width, emitter.times(is_half, count))
+    emit_for_count(emitter, number, 2 * count, variant)
 
 
 def _prefetch(emitter: Emitter, address: Value) -> None:
@@ -70,193 +99,253 @@ def _load_kv(emitter: Emitter, is_half: bool, address: Value, offset: Value | in
 
 
 def _emit_scores(
-    emitter: Emitter, rows: int, is_half: bool, queries: Value, keys: Value, next_keys: Value, pairs: Value
-) -> list[Value]:
-    """Scores of `rows` queries at the TILE positions of `keys`; asks for those at `next_keys`."""
+    emitter: Emitter, width: int, is_half: bool, entries: list[Value], queries: Value, pairs: Value
+) -> list[list[Value]]:
+    """Scores of `width` queries at the positions of the tiles: [row][tile]."""
     row_bytes = TILE * (2 if is_half else 4)
-    addresses = [emitter.load(I64, queries, 8 * row) for row in range(rows)]
+    keys = [emitter.load(I64, entry) for entry in entries]
+    aheads = [emitter.load(I64, entry, ADDRESS_BYTES) for entry in entries]
+    tiles = range(len(entries))
 
     def step(index: Value, sums: list[Value]) -> list[Value]:
-        at = emitter.times(index, 2 * row_bytes)
-        ahead = emitter.offset(next_keys, at)
-        for line in range(0, 2 * row_bytes, LINE_BYTES):
-            _prefetch(emitter, emitter.offset(ahead, line))
+        at, query_at = emitter.times(index, 2 * row_bytes), emitter.times(index, 8 * width)
+        for ahead in aheads:
+            for line in range(0, 2 * row_bytes, LINE_BYTES):
+                _prefetch(emitter, emitter.offset(ahead, at, line))
         result = list(sums)
-        for parity in (0, 1):
-            key = _load_kv(emitter, is_half, emitter.offset(keys, at), parity * row_bytes)
-            for row, address in enumerate(addresses):
-                query = emitter.load_splat(
-                    F32, TILE, emitter.offset(address, emitter.times(index, 8)), 4 * parity
-                )
-                chain = 2 * row + parity
-                result[chain] = emitter.fma(query, key, result[chain])
+        for odd in (0, 1):
+            loaded = [_load_kv(emitter, is_half, emitter.offset(key, at), odd * row_bytes) for key in keys]
+            for row in range(width):
+                address = emitter.offset(queries, query_at)
+                query = emitter.load_splat(F32, TILE, address, 4 * (odd * width + row))
+                for tile in tiles:
+                    chain = row * len(tiles) + tile
+                    result[chain] = emitter.fma(query, loaded[tile], result[chain])
         return result
 
-    sums = emitter.loop(pairs, [constant(F32, TILE, 0.0)] * (2 * rows), step)
-    return [emitter.builder.fadd(sums[2 * row], sums[2 * row + 1]) for row in range(rows)]
+    sums = emitter.loop(pairs, [constant(F32, TILE, 0.0)] * (width * len(tiles)), step)
+    return [sums[row * len(tiles) : (row + 1) * len(tiles)] for row in range(width)]
 
 
-def _emit_score_tile(
+def _emit_score_tiles(
     emitter: Emitter,
-    rows: Value,
+    width: Value,
     is_half: Value,
+    tiles: Value,
+    num_tiles: Value,
     queries: Value,
-    keys: Value,
-    next_keys: Value,
     pairs: Value,
     scores: Value,
-    stride: Value,
 ) -> None:
-    """Write the scores of a tile.
+    """Write the scores of tiles that follow one another.
 
     Args:
-        queries: int64[rows], addresses of float32[2 * pairs].
-        keys: a tile [2 * pairs][TILE]; `next_keys` one that will be read soon, or any readable place.
-        scores: where float32[TILE] of the first row go; `stride` bytes further those of the next row.
+        width: one of WIDTHS.
+        tiles: table of `num_tiles` tiles [2 * pairs][TILE]; their number is a multiple of TILES_AT_ONCE.
+        queries: float32[2 * pairs][width].
+        scores: float32[width][num_tiles * TILE], SCORES_BYTES from row to row.
     """
 
     def variant(count: int, half: bool) -> None:
-        for row, score in enumerate(_emit_scores(emitter, count, half, queries, keys, next_keys, pairs)):
-            emitter.store(score, emitter.offset(scores, emitter.times(stride, row)))
+        at_once = _at_once(count)
 
-    _emit_variants(emitter, rows, is_half, variant)
+        def step(index: Value, carried: list[Value]) -> list[Value]:
+            first = emitter.offset(tiles, emitter.times(index, at_once * TILE_ENTRY))
+            entries = [emitter.offset(first, tile * TILE_ENTRY) for tile in range(at_once)]
+            target = emitter.offset(scores, emitter.times(index, at_once * _VECTOR_BYTES))
+            for row, found in enumerate(_emit_scores(emitter, count, half, entries, queries, pairs)):
+                for tile, score in enumerate(found):
+                    emitter.store(score, target, SCORES_BYTES * row + _VECTOR_BYTES * tile)
+            return []
+
+        emitter.loop(emitter.builder.sdiv(num_tiles, I64(at_once)), [], step)
+
+    _emit_variants(emitter, width, is_half, variant)
 
 
-score_tile = emitted(_emit_score_tile, 8)
+score_tiles = emitted(_emit_score_tiles, 7)
 
 
-def _emit_softmax(
-    emitter: Emitter, scores: Value, begin: Value, end: Value, tiles: Value, scale: Value
-) -> Value:
-    """Replace float32[tiles * TILE] scores by exp(scale * score - maximum), zero outside [begin, end).
+def _larger(emitter: Emitter, x: Value, y: Value) -> Value:
+    return emitter.builder.select(emitter.builder.fcmp_ordered(">", x, y), x, y)
 
-    Returns 1 / their sum, float32.
+
+def _exponential(emitter: Emitter, x: Value) -> Value:
+    """exp of a scalar."""
+    return emitter.builder.extract_element(exponential(emitter, emitter.splat(x, 1)), I32(0))
+
+
+def _emit_softmax(emitter: Emitter, scores: Value, begin: Value, end: Value, state: Value) -> Value:
+    """Take a span's scores into a row's state, except for the values.
+
+    Replaces the scores at [begin, end) by exp(score - maximum), where the maximum includes
+    all of the row's scores so far. Returns the factor that brings earlier weights to this maximum.
     """
     builder = emitter.builder
-    lanes = ir.Constant(vector(I64, TILE), list(range(TILE)))
-    begins, ends, scales = (emitter.splat(value, TILE) for value in (begin, end, scale))
-    lowest, zeros = constant(F32, TILE, float("-inf")), constant(F32, TILE, 0.0)
+    first = builder.ashr(begin, I64(TILE.bit_length() - 1))
+    last = builder.ashr(emitter.offset(end, TILE - 1), I64(TILE.bit_length() - 1))
+    count = builder.sub(last, first)
+    scores = emitter.offset(scores, emitter.times(first, _VECTOR_BYTES))
+    lanes = ir.Constant(vector(I32, TILE), list(range(TILE)))
+    begins, ends = (emitter.splat(builder.trunc(value, I32), TILE) for value in (begin, end))
+    zeros = constant(F32, TILE, 0.0)
 
     def in_range(tile: Value) -> Value:
-        positions = builder.add(emitter.splat(emitter.times(tile, TILE), TILE), lanes)
+        start = builder.trunc(emitter.times(builder.add(first, tile), TILE), I32)
+        positions = builder.add(emitter.splat(start, TILE), lanes)
         return builder.and_(
             builder.icmp_signed(">=", positions, begins), builder.icmp_signed("<", positions, ends)
         )
 
-    def scaled(tile: Value) -> Value:
-        return builder.fmul(emitter.load(_FLOATS, scores, emitter.times(tile, _VECTOR_BYTES)), scales)
-
-    def larger(x: Value, y: Value) -> Value:
-        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+    def score(tile: Value) -> Value:
+        return emitter.load(_FLOATS, scores, emitter.times(tile, _VECTOR_BYTES))
 
     def find_maximum(tile: Value, carried: list[Value]) -> list[Value]:
-        return [larger(carried[0], builder.select(in_range(tile), scaled(tile), lowest))]
+        lowest = constant(F32, TILE, LOWEST)
+        return [_larger(emitter, carried[0], builder.select(in_range(tile), score(tile), lowest))]
 
-    (maxima,) = emitter.loop(tiles, [lowest], find_maximum)
-    maximum = emitter.splat(emitter.reduce(larger, maxima), TILE)
+    (maxima,) = emitter.loop(count, [constant(F32, TILE, LOWEST)], find_maximum)
+    old = emitter.load(F32, state, MAXIMUM)
+    new = _larger(emitter, old, emitter.reduce(lambda x, y: _larger(emitter, x, y), maxima))
+    factor = _exponential(emitter, builder.fsub(old, new))
+    maximum = emitter.splat(new, TILE)
 
     def exponentiate(tile: Value, carried: list[Value]) -> list[Value]:
-        power = exponential(emitter, builder.fsub(scaled(tile), maximum))
+        power = exponential(emitter, builder.fsub(score(tile), maximum))
         power = builder.select(in_range(tile), power, zeros)
         emitter.store(power, scores, emitter.times(tile, _VECTOR_BYTES))
         return [builder.fadd(carried[0], power)]
 
-    (sums,) = emitter.loop(tiles, [zeros], exponentiate)
-    return builder.fdiv(F32(1.0), emitter.reduce(builder.fadd, sums))
+    (sums,) = emitter.loop(count, [zeros], exponentiate)
+    total = emitter.fma(emitter.load(F32, state, SUM), factor, emitter.reduce(builder.fadd, sums))
+    emitter.store(new, state, MAXIMUM)
+    emitter.store(total, state, SUM)
+    return factor
 
 
-softmax_row = emitted(_emit_softmax, [*["int64"] * 4, "float32"], returns="float32")
-"""`_emit_softmax` as (scores, begin, end, tiles, scale) -> float32."""
+softmax_span = emitted(_emit_softmax, 4, returns="float32")
+"""`_emit_softmax` as (scores, begin, end, state) -> float32."""
+
+
+def _emit_merge(emitter: Emitter, total: Value, part: Value, vectors: Value) -> None:
+    """Add the state of a part of a row's positions to that of the positions before it."""
+    builder = emitter.builder
+    before, here = emitter.load(F32, total, MAXIMUM), emitter.load(F32, part, MAXIMUM)
+    maximum = _larger(emitter, before, here)
+    old = _exponential(emitter, builder.fsub(before, maximum))
+    new = _exponential(emitter, builder.fsub(here, maximum))
+
+    def merged(x: Value, y: Value, old: Value, new: Value) -> Value:
+        return emitter.fma(x, old, builder.fmul(y, new))
+
+    total_sum, part_sum = emitter.load(F32, total, SUM), emitter.load(F32, part, SUM)
+    emitter.store(maximum, total, MAXIMUM)
+    emitter.store(merged(total_sum, part_sum, old, new), total, SUM)
+    old_factors, new_factors = emitter.splat(old, TILE), emitter.splat(new, TILE)
+
+    def step(index: Value, carried: list[Value]) -> list[Value]:
+        at = emitter.offset(emitter.times(index, _VECTOR_BYTES), VALUES)
+        x, y = emitter.load(_FLOATS, total, at), emitter.load(_FLOATS, part, at)
+        emitter.store(merged(x, y, old_factors, new_factors), total, at)
+        return []
+
+    emitter.loop(vectors, [], step)
+
+
+merge_state = emitted(_emit_merge, 3)
 
 
 def _emit_weighted_sums(
     emitter: Emitter,
     is_half: bool,
     vectors: int,
-    weights: list[Value],
-    values: Value,
-    next_values: Value,
+    runs: Value,
+    num_runs: Value,
+    column: Value,
     value_stride: Value,
-    count: Value,
+    weights: Value,
     sums: list[Value],
 ) -> None:
-    """Add `count` weighted positions to `vectors` vectors of columns, for all rows."""
-    rows = len(weights)
+    """Add the weighted values of all runs to `vectors` vectors of columns from `column` on, for all rows."""
+    rows = len(sums)
     vector_bytes = TILE * (2 if is_half else 4)
-    carried = [emitter.load(_FLOATS, sums[r], v * _VECTOR_BYTES) for r in range(rows) for v in range(vectors)]
+    start = emitter.times(column, vector_bytes)
+    loaded = [emitter.load(_FLOATS, sums[r], v * _VECTOR_BYTES) for r in range(rows) for v in range(vectors)]
 
-    def step(index: Value, carried: list[Value]) -> list[Value]:
-        at = emitter.times(index, value_stride)
-        ahead = emitter.offset(next_values, at)
-        for line in range(0, vectors * vector_bytes, LINE_BYTES):
-            _prefetch(emitter, emitter.offset(ahead, line))
-        row_values = emitter.offset(values, at)
-        loaded = [_load_kv(emitter, is_half, row_values, v * vector_bytes) for v in range(vectors)]
-        result = []
-        for row in range(rows):
-            weight = emitter.load_splat(F32, TILE, weights[row], emitter.times(index, 4))
-            for column, value in enumerate(loaded):
-                result.append(emitter.fma(weight, value, carried[row * vectors + column]))
-        return result
+    def add_run(index: Value, carried: list[Value]) -> list[Value]:
+        entry = emitter.offset(runs, emitter.times(index, RUN_ENTRY))
+        values = emitter.offset(emitter.load(I64, entry), start)
+        ahead = emitter.offset(emitter.load(I64, entry, ADDRESS_BYTES), start)
+        count = emitter.load(I64, entry, 2 * ADDRESS_BYTES)
+        *partial, own_weights = carried
 
-    carried = emitter.loop(count, carried, step)
+        def add_position(index: Value, partial: list[Value]) -> list[Value]:
+            at = emitter.times(index, value_stride)
+            for line in range(0, vectors * vector_bytes, LINE_BYTES):
+                _prefetch(emitter, emitter.offset(ahead, at, line))
+            row_values = emitter.offset(values, at)
+            columns = [_load_kv(emitter, is_half, row_values, v * vector_bytes) for v in range(vectors)]
+            result = []
+            for row in range(rows):
+                address = emitter.offset(own_weights, emitter.times(index, 4))
+                weight = emitter.load_splat(F32, TILE, address, SCORES_BYTES * row)
+                for v, value in enumerate(columns):
+                    result.append(emitter.fma(weight, value, partial[row * vectors + v]))
+            return result
+
+        partial = emitter.loop(count, partial, add_position)
+        return [*partial, emitter.offset(own_weights, emitter.times(count, 4))]
+
+    *carried, _ = emitter.loop(num_runs, [*loaded, weights], add_run)
     for index, value in enumerate(carried):
         emitter.store(value, sums[index // vectors], index % vectors * _VECTOR_BYTES)
 
 
 def _emit_add_weighted_values(
     emitter: Emitter,
-    rows: Value,
+    width: Value,
     is_half: Value,
-    weights: Value,
-    weight_stride: Value,
-    values: Value,
-    next_values: Value,
+    runs: Value,
+    num_runs: Value,
     value_stride: Value,
-    count: Value,
+    weights: Value,
     sums: Value,
     sum_stride: Value,
     vectors: Value,
 ) -> None:
-    """sums[r] += weights[r][i] * values[i] for i = 0 .. count - 1 in turn.
+    """sums[r] += weights[r][i] * values[i] for the positions i of all runs in turn.
 
     Args:
-        weights: float32 of the first row at the first position; `weight_stride` bytes further the next row's.
-        values: the first position's [vectors][TILE]; `value_stride` bytes further the next position's.
-        next_values: what will be read soon, or any readable place.
+        width: one of WIDTHS.
+        runs: table of `num_runs` runs, their values [positions][vectors][TILE], `value_stride` bytes from
+            position to position.
+        weights: float32[width], at the first position; SCORES_BYTES from row to row.
         sums: float32[vectors][TILE] of the first row; `sum_stride` bytes further the next row's.
     """
     builder = emitter.builder
 
-    def variant(row_count: int, half: bool) -> None:
-        row_weights = [emitter.offset(weights, emitter.times(weight_stride, r)) for r in range(row_count)]
-        row_sums = [emitter.offset(sums, emitter.times(sum_stride, r)) for r in range(row_count)]
-        vector_bytes = TILE * (2 if half else 4)
+    def variant(rows: int, half: bool) -> None:
+        row_sums = [emitter.offset(sums, emitter.times(sum_stride, r)) for r in range(rows)]
+        at_once = _at_once(rows)
 
-        def columns(first: Value, number: int) -> list[Value]:
-            start, target = emitter.times(first, vector_bytes), emitter.times(first, _VECTOR_BYTES)
+        def columns(column: Value, number: int) -> list[Value]:
+            target = emitter.times(column, _VECTOR_BYTES)
+            own_sums = [emitter.offset(address, target) for address in row_sums]
             _emit_weighted_sums(
-                emitter,
-                half,
-                number,
-                row_weights,
-                emitter.offset(values, start),
-                emitter.offset(next_values, start),
-                value_stride,
-                count,
-                [emitter.offset(address, target) for address in row_sums],
+                emitter, half, number, runs, num_runs, column, value_stride, weights, own_sums
             )
             return []
 
-        wide = builder.sdiv(vectors, I64(_COLUMN_VECTORS))
-        covered = emitter.times(wide, _COLUMN_VECTORS)
-        emitter.loop(wide, [], lambda i, _: columns(emitter.times(i, _COLUMN_VECTORS), _COLUMN_VECTORS))
-        emitter.loop(builder.sub(vectors, covered), [], lambda i, _: columns(builder.add(covered, i), 1))
+        wide = builder.sdiv(vectors, I64(at_once))
+        covered = emitter.times(wide, at_once)
+        emitter.loop(wide, [], lambda i, _: columns(emitter.times(i, at_once), at_once))
+        if at_once > 1:
+            emitter.loop(builder.sub(vectors, covered), [], lambda i, _: columns(builder.add(covered, i), 1))
 
-    _emit_variants(emitter, rows, is_half, variant)
+    _emit_variants(emitter, width, is_half, variant)
 
 
-add_weighted_values = emitted(_emit_add_weighted_values, 11)
+add_weighted_values = emitted(_emit_add_weighted_values, 9)
 
 
 def _emit_half_bits(emitter: Emitter, value: Value) -> Value:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mvllm.backends.cpu.attention import ITEM_FIELDS, scratch_bytes
-from mvllm.backends.cpu.attention_plan import most_items
+from mvllm.backends.cpu.attention import scratch_bytes, state_bytes
+from mvllm.backends.cpu.attention_plan import STATES_BYTES, most_items, most_splits
 from mvllm.backends.cpu.link import LinkedProgram
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
 from mvllm.backends.cpu.prepare import LIMITS, BatchFault, prepare_step
-from mvllm.backends.cpu.tables import STEP, regime_of
+from mvllm.backends.cpu.tables import ITEM, SPLIT, STEP, regime_of
 from mvllm.core.errors import InvariantViolation
 from mvllm.core.model.spec import ModelSpec
 from mvllm.core.step import ForwardBatch
@@ -20,19 +20,23 @@ _ARRAYS = ("tokens", "positions", "slots", "row_starts", "context_lens", "block_
 
 
 class StepInputs:
-    """Owns the STEP record, the attention items and the threads' scratch; borrows a batch's arrays."""
+    """Owns the STEP record, the attention's items, states and scratch; borrows a batch's arrays."""
 
     def __init__(self, spec: ModelSpec, geometry: KvGeometry, threads: int) -> None:
         self._geometry = geometry
         self._arrays: list[NDArray[np.int32]] = []  # the current batch's, kept alive
-        items = most_items(geometry.max_batch_tokens, spec.num_heads)
-        self._items = aligned_zeros(8 * ITEM_FIELDS * items, "attention items")
-        stride = scratch_bytes(geometry.max_context, spec.head_dim)
+        items = most_items(geometry.max_batch_tokens, spec.num_heads, threads)
+        self._items = aligned_zeros(ITEM.itemsize * items, "attention items")
+        self._splits = aligned_zeros(SPLIT.itemsize * most_splits(threads), "attention splits")
+        self._states = aligned_zeros(STATES_BYTES * threads, "attention states")
+        stride = scratch_bytes(spec.head_dim)
         self._scratch = aligned_zeros(threads * stride, "attention scratch")
         self._memory = aligned_zeros(STEP.itemsize, "step")
         self.record = self._memory.view(STEP)
         self.address = self._memory.ctypes.data
         self.record["items"] = self._items.ctypes.data
+        self.record["splits"] = self._splits.ctypes.data
+        self.record["states"], self.record["states_bytes"] = self._states.ctypes.data, self._states.nbytes
         self.record["scratch"], self.record["scratch_stride"] = self._scratch.ctypes.data, stride
         self._limits = np.zeros(1, LIMITS)
         self._limits[0] = (
@@ -43,6 +47,7 @@ class StepInputs:
             spec.num_kv_heads,
             spec.num_heads // spec.num_kv_heads,
             threads,
+            state_bytes(spec.head_dim),
         )
 
     def set_program(self, linked: LinkedProgram, num_instructions: int) -> None:

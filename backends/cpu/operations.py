@@ -12,18 +12,19 @@ from typing import Any
 
 from mvllm.backends.cpu import elementwise
 from mvllm.backends.cpu.atomics import atomic_add
-from mvllm.backends.cpu.attention import ITEM_FIELDS, ROW, attend_item, attention_at, store_keys_values
+from mvllm.backends.cpu.attention import attend_item, attention_at, item_at, store_keys_values
 from mvllm.backends.cpu.attention_plan import step_at
 from mvllm.backends.cpu.jit import kernel, native_function
 from mvllm.backends.cpu.linear import embed_row, matmul, quantize_row
 from mvllm.backends.cpu.memory import LINE_BYTES
-from mvllm.backends.cpu.pointers import call_operation, i32_at, i64_at, record_at
+from mvllm.backends.cpu.pointers import call_operation, i32_at, record_at
 from mvllm.backends.cpu.program import Kind
 from mvllm.backends.cpu.sampler import sample_rows
 from mvllm.backends.cpu.tables import (
     EMBED,
     GATE,
     INSTRUCTION,
+    ITEM,
     LINEAR,
     NORM,
     QUANTIZE,
@@ -39,6 +40,7 @@ _ADD, _SILU, _GELU_TANH, _SOFT_CAP = (
     int(e) for e in (Epilogue.ADD, Epilogue.SILU, Epilogue.GELU_TANH, Epilogue.SOFT_CAP)
 )
 _INSTRUCTION_BYTES = INSTRUCTION.itemsize
+_ITEM_BYTES = ITEM.itemsize
 
 instruction_at = record_at(INSTRUCTION)
 embed_at, norm_at, quantize_at, linear_at, rotate_at, scalar_at, gate_at = (
@@ -154,16 +156,16 @@ def _attend(instruction: Any, worker: Any) -> None:
     scratch = step.scratch + w.thread * step.scratch_stride
     number = atomic_add(counter, 1)
     while number < step.num_items:
-        item = step.items + 8 * ITEM_FIELDS * number
-        row = i64_at(item)[ROW]
+        item = step.items + _ITEM_BYTES * number
+        row = item_at(item).row
+        first_token = i32_at(step.row_starts)[row]
         attend_item(
             i.parameters,
             item,
-            i32_at(step.row_starts)[row],
-            step.positions,
+            step.positions + 4 * first_token,
             step.block_tables + 4 * row * step.table_width,
-            i.input.address,
-            i.output.address,
+            i.input.address + first_token * i.input.stride,
+            i.output.address + first_token * i.output.stride,
             i.output.stride,
             scratch,
         )

@@ -43,9 +43,8 @@ _DESCRIPTIONS = {
     BatchFault.LOGIT_ROW: "a logit row is not the index of a token",
 }
 
-LIMITS = np.dtype(
-    [(name, np.int64) for name in ("vocab", "context", "slots", "block_size", "kv_heads", "group", "threads")]
-)
+_NAMES = ("vocab", "context", "slots", "block_size", "kv_heads", "group", "threads", "state_bytes")
+LIMITS = np.dtype([(name, np.int64) for name in _NAMES])
 """What batches are checked against, and planned for."""
 
 _OK, _TOKEN, _POSITION, _SLOT, _ROW_STARTS, _CONTEXT, _BLOCK, _LOGIT_ROW = (int(f) for f in BatchFault)
@@ -103,7 +102,7 @@ def prepare_step(step_address: Any, limits_address: Any) -> Any:
         return _LOGIT_ROW
     fault = _check_rows(step_address, limits_address)
     if fault == _OK:
-        plan_items(step_address, limits.kv_heads, limits.group, limits.threads)
+        plan_items(step_address, limits.kv_heads, limits.group, limits.threads, limits.state_bytes)
         for index in range(step.num_counters):
             i64_at(step.next_item + LINE_BYTES * index)[0] = 0
     return fault

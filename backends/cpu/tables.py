@@ -84,13 +84,35 @@ STEP = _record(
     ("block_tables", _INT),  # int32[R, table_width]
     ("table_width", _INT),
     ("logit_rows", _INT),  # int32[S]
-    ("items", _INT),  # int64[num_items, ITEM_FIELDS]: the attention's work, see attention_plan.py
+    ("items", _INT),  # ITEM[num_items]: the attention's work, see attention_plan.py
     ("num_items", _INT),
+    ("splits", _INT),  # SPLIT[num_splits]
+    ("num_splits", _INT),
+    ("states", _INT),  # memory for the states of the splits' parts
+    ("states_bytes", _INT),
+    ("states_used", _INT),
     ("next_item", _INT),  # int64 counters, one cache line each, one per attention instruction
     ("num_counters", _INT),
     ("scratch", _INT),  # attention scratch of thread 0
     ("scratch_stride", _INT),  # bytes from thread to thread
     ("sampling", _INT),  # the sampler's parameter table, or 0: don't sample
+)
+
+ITEM = _record(
+    ("row", _INT),  # of the batch
+    ("kv_head", _INT),
+    ("first", _INT),  # query row: token * group + head
+    ("count", _INT),  # of query rows
+    ("first_part", _INT),  # of the positions, see PART in attention.py
+    ("last_part", _INT),  # exclusive
+    ("split", _INT),  # address of the SPLIT of the items that cover the other parts; 0: there are none
+)
+
+SPLIT = _record(
+    ("items", _INT),  # that share the query rows
+    ("done", _INT),  # of them; atomic
+    ("num_parts", _INT),
+    ("states", _INT),  # the parts' states, see attention.py
 )
 
 EMBED = _record(("descriptor", _INT))
@@ -138,4 +160,25 @@ ATTENTION = _record(
     ("counter", _INT),  # index of this instruction's counter in STEP.next_item
     ("scale", _FLOAT),
     ("soft_cap", _FLOAT),  # 0: none
+)
+
+ATTENTION_WORK = _record(  # what a thread knows of the item it works on; addresses in its scratch
+    ("attention", _INT),
+    ("table", _INT),  # the sequence's block table
+    ("head", _INT),  # address of the kv head in block 0
+    ("value_bytes", _INT),
+    ("rows", _INT),  # query rows
+    ("first", _INT),  # positions that any of them sees
+    ("last", _INT),
+    ("begins", _INT),  # int64[MAX_ROWS]: the positions that each of them sees
+    ("ends", _INT),
+    ("tiles", _INT),  # table of tiles, see attention_kernels.py
+    ("runs", _INT),  # table of runs
+    ("scores", _INT),  # float32[MAX_ROWS + 1, SPAN], SCORES_BYTES from row to row
+    ("keys", _INT),  # a tile put together from smaller ones
+    ("queries", _INT),  # float32, those taken at once side by side: [head_dim, width] after each other
+    ("totals", _INT),  # states of the query rows
+    ("parts", _INT),  # and of a part of their positions
+    ("spare", _INT),  # values of one more row
+    ("state_bytes", _INT),
 )

@@ -1,0 +1,1 @@
+"""Measurements of single kernels on the machine at hand."""
