@@ -179,8 +179,8 @@ def test_bad_options_are_explained(model: Path, arguments: list[str], status: in
     assert named in result.stderr
 
 
-def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
-    result = run(tmp_path / "absent.gguf", PROMPT)
+def test_a_missing_model_is_one_clear_line() -> None:
+    result = run(Path("/nowhere/absent.gguf"), PROMPT)
     assert result.returncode == 1
     assert "absent.gguf" in result.stderr
     assert "Traceback" not in result.stderr

@@ -19,7 +19,7 @@ CPU_MEAN_ERROR = 0.08
 CPU_LARGEST_GAP = 0.35
 
 NAMES = tuple(CPU_AGREEMENT)
-SHORT_PROMPTS = ("raw_one_token", "raw_zh")
+SHORT_PROMPTS = ("raw_one_token", "raw_zh", "chat_hello")
 
 
 def _for_the_reference(prompts: list[GoldenPrompt]) -> list[GoldenPrompt]:
@@ -37,7 +37,7 @@ def _for_the_cpu(name: str) -> list[GoldenPrompt]:
     return [prompt.cut(16) for prompt in prompts if len(prompt.token_ids) < 100]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if NIGHTLY else NAMES[:1])
 def test_reference_logprobs_equal_the_golden_ones(name: str) -> None:
     with loaded(name, "reference") as model:
         for prompt in _for_the_reference(golden_prompts(name)):
