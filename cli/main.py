@@ -14,6 +14,7 @@ import click
 from mvllm.core.errors import ConfigError, MvllmError
 
 _COMMANDS = {
+    "bench": "mvllm.cli.bench:bench",
     "compare": "mvllm.cli.compare:compare",
     "generate": "mvllm.cli.generate:generate",
     "inspect": "mvllm.cli.inspect:inspect",

@@ -111,7 +111,7 @@ def product(
     first_block: int = 0,
     last_block: int | None = None,
     layout: ActivationLayout = NARROW,
-    panels_from: int = linear.DEFAULT_PANELS_FROM,
+    panels_from: int | None = None,
 ) -> NDArray[np.float32]:
     """float32[M, padded rows]; NaN where the product writes nothing."""
     out = np.full((len(acts), matrix.padded_rows), np.nan, np.float32)

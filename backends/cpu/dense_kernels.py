@@ -2,13 +2,17 @@
 
 Activations are float32 rows. Each output is one chain of fused multiply-adds over ascending inputs, whatever
 the tile: several tokens of one row block, or for a single token several row blocks, so that enough
-independent chains are in flight.
+independent chains are in flight. A panel is a few row blocks over a chunk of their inputs, widened to float32
+in a scratch that stays in the first-level cache; sums go on from chunk to chunk in `out`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mvllm.backends.cpu.isa import ISAS, Isa, half_to_float, prefetch_distance
 from mvllm.backends.cpu.layout import DENSE, DenseLayout
+from mvllm.backends.cpu.panel import Form, PanelShape, emit_start_sums, emit_store_sums
 from mvllm.backends.cpu.vector import (
     F16,
     F32,
@@ -18,13 +22,17 @@ from mvllm.backends.cpu.vector import (
     Emitter,
     Value,
     constant,
-    emit_for_count,
     emitted,
     vector,
 )
 
-BLOCKS_AT_ONCE = 4
+ROW_BLOCKS = 4
 """Row blocks of a one-token tile."""
+
+PANEL_SHAPE = PanelShape(blocks=2, tokens=6)
+
+CHUNK_INPUTS = 128
+"""Inputs of a panel."""
 
 _UNROLL = 4  # inputs per loop step
 
@@ -55,36 +63,102 @@ def emit_dense_tile(
     out: Value,
     out_stride: Value,
     inputs: Value,
+    is_first: Value | None = None,
 ) -> None:
-    """out[token, block, lane] of adjacent row blocks and tokens; strides in bytes."""
+    """out[token, block, lane] of adjacent row blocks and tokens; strides in bytes.
+
+    With `is_first` the weights are a panel's, in the cache, and their products are added to `out` unless
+    `is_first` is 1.
+    """
     row_bytes = layout.value_bytes * isa.lanes
     starts = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(blocks)]
     tokens_at = [emitter.offset(activations, emitter.times(activation_stride, t)) for t in range(tokens)]
+    outs = [emitter.offset(out, emitter.times(out_stride, t)) for t in range(tokens)]
 
     def step(first_input: Value, width: int, sums: list[Value]) -> list[Value]:
         at = [emitter.offset(start, emitter.times(first_input, row_bytes)) for start in starts]
         x_offset = emitter.times(first_input, 4)
         xs = [emitter.offset(address, x_offset) for address in tokens_at]
-        for address in at:
-            emitter.prefetch(address, prefetch_distance(tokens), width * row_bytes)
+        if is_first is None:
+            for address in at:
+                emitter.prefetch(address, prefetch_distance(tokens), width * row_bytes)
         for k in range(width):
             values = [load_floats(emitter, isa, layout, isa.lanes, address, k * row_bytes) for address in at]
             broadcast = [emitter.load_splat(F32, isa.lanes, x, 4 * k) for x in xs]
             sums = [
-                emitter.fma(broadcast[index % tokens], values[index // tokens], sum_)
+                emitter.fma(broadcast[index // blocks], values[index % blocks], sum_)
                 for index, sum_ in enumerate(sums)
             ]
         return [emitter.pin(sum_, isa.register) for sum_ in sums]
 
+    sums = emit_start_sums(emitter, isa, blocks, outs, is_first)
+    sums = _for_each_input(emitter, inputs, sums, step)
+    emit_store_sums(emitter, isa, blocks, outs, sums)
+
+
+def _for_each_input(
+    emitter: Emitter,
+    inputs: Value,
+    carried: list[Value],
+    body: Callable[[Value, int, list[Value]], list[Value]],
+) -> list[Value]:
+    """`carried = body(first input, number of inputs, carried)`, `_UNROLL` inputs at a time, then singly."""
     steps = emitter.builder.sdiv(inputs, I64(_UNROLL))
-    zeros = [constant(F32, isa.lanes, 0.0)] * (blocks * tokens)
-    sums = emitter.loop(steps, zeros, lambda i, sums: step(emitter.times(i, _UNROLL), _UNROLL, sums))
+    carried = emitter.loop(steps, carried, lambda i, values: body(emitter.times(i, _UNROLL), _UNROLL, values))
     done = emitter.times(steps, _UNROLL)
     left = emitter.builder.sub(inputs, done)
-    sums = emitter.loop(left, sums, lambda i, sums: step(emitter.offset(done, i), 1, sums))
-    for index, sum_ in enumerate(sums):
-        row = emitter.offset(out, emitter.times(out_stride, index % tokens))
-        emitter.store(sum_, row, index // tokens * 4 * isa.lanes)
+    return emitter.loop(left, carried, lambda i, values: body(emitter.offset(done, i), 1, values))
+
+
+def emit_dense_unpack(
+    emitter: Emitter,
+    isa: Isa,
+    layout: DenseLayout,
+    weights: Value,
+    block_stride: Value,
+    scratch: Value,
+    inputs: Value,
+    ahead: Value,
+) -> None:
+    """Widen `inputs` inputs, at most CHUNK_INPUTS, of the panel whose first row block is at `weights`.
+
+    Asks for the memory `ahead` bytes on, where the next chunk is.
+    """
+    row_bytes = layout.value_bytes * isa.lanes
+    for block in range(PANEL_SHAPE.blocks):
+        source = emitter.offset(weights, emitter.times(block_stride, block))
+        target = emitter.offset(scratch, block * _panel_block_bytes(isa))
+
+        def copy(
+            first: Value, width: int, carried: list[Value], source: Value = source, target: Value = target
+        ) -> list[Value]:
+            at = emitter.offset(source, emitter.times(first, row_bytes))
+            emitter.prefetch(emitter.offset(at, ahead), 0, width * row_bytes)
+            to = emitter.offset(target, emitter.times(first, 4 * isa.lanes))
+            for k in range(width):
+                value = load_floats(emitter, isa, layout, isa.lanes, at, k * row_bytes)
+                emitter.store(value, to, k * 4 * isa.lanes)
+            return carried
+
+        _for_each_input(emitter, inputs, [], copy)
+
+
+def _panel_block_bytes(isa: Isa) -> int:
+    return CHUNK_INPUTS * 4 * isa.lanes
+
+
+def dense_form(isa: Isa, layout: DenseLayout) -> Form:
+    """How a product with such weights is cut up."""
+    return Form(
+        inputs_per_step=1,
+        activation_step_bytes=4,
+        row_blocks=ROW_BLOCKS,
+        tile_tokens=isa.max_tokens,
+        panel=PANEL_SHAPE,
+        chunk_steps=CHUNK_INPUTS,
+        chunk_bytes=CHUNK_INPUTS * layout.value_bytes * isa.lanes,
+        scratch_bytes=PANEL_SHAPE.blocks * _panel_block_bytes(isa),
+    )
 
 
 def emit_dense_row(
@@ -102,35 +176,21 @@ def emit_dense_row(
     emitter.loop(inputs, [], copy)
 
 
-def _emit_multiply(
-    emitter: Emitter, format_name: str, isa_name: str, tokens: Value, *addresses_and_sizes: Value
+def emit_dense_panel_tile(
+    emitter: Emitter, isa: Isa, tokens: int, scratch: Value, *addresses_and_sizes: Value
 ) -> None:
-    isa = ISAS[isa_name]
-    emit_for_count(
-        emitter,
-        tokens,
-        isa.max_tokens,
-        lambda count: emit_dense_tile(emitter, isa, DENSE[format_name], 1, count, *addresses_and_sizes),
-    )
+    """out[token, row] += products of a widened chunk with `tokens` tokens; = if `is_first` isn't 0.
 
-
-def _emit_multiply_blocks(
-    emitter: Emitter, format_name: str, isa_name: str, *addresses_and_sizes: Value
-) -> None:
-    emit_dense_tile(emitter, ISAS[isa_name], DENSE[format_name], BLOCKS_AT_ONCE, 1, *addresses_and_sizes)
+    `addresses_and_sizes`: activations, activation_stride, out, out_stride, inputs, is_first.
+    """
+    stride = I64(_panel_block_bytes(isa))
+    blocks = PANEL_SHAPE.blocks
+    emit_dense_tile(emitter, isa, DENSE["F32"], blocks, tokens, scratch, stride, *addresses_and_sizes)
 
 
 def _emit_row(emitter: Emitter, format_name: str, isa_name: str, *addresses_and_sizes: Value) -> None:
     emit_dense_row(emitter, ISAS[isa_name], DENSE[format_name], *addresses_and_sizes)
 
-
-multiply_dense_tile = emitted(_emit_multiply, 8, num_names=2)
-"""`emit_dense_tile` of one row block as (format name, ISA name, tokens, weights, block_stride, activations,
-activation_stride, out, out_stride, inputs), for 1 <= tokens <= the instruction set's `max_tokens`."""
-
-multiply_dense_blocks = emitted(_emit_multiply_blocks, 7, num_names=2)
-"""`emit_dense_tile` of one token and `BLOCKS_AT_ONCE` row blocks as (format name, ISA name, weights,
-block_stride, activations, activation_stride, out, out_stride, inputs)."""
 
 dense_row = emitted(_emit_row, 4, num_names=2)
 """`emit_dense_row` as (format name, ISA name, weights, lane, out, inputs)."""

@@ -216,7 +216,7 @@ def _dot_portable(emitter: Emitter, operands: Operands) -> Dots:
 AVX512 = Isa(
     name="avx512",
     lanes=16,
-    max_tokens=8,
+    max_tokens=4,
     register="v",
     features=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
     native_half=True,
@@ -225,7 +225,7 @@ AVX512 = Isa(
 AVX2 = Isa(
     name="avx2",
     lanes=8,
-    max_tokens=8,
+    max_tokens=4,
     register="x",
     features=frozenset({"avx2", "fma", "f16c"}),
     native_half=True,

@@ -13,32 +13,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from mvllm.backends.cpu.dense_kernels import (
-    BLOCKS_AT_ONCE,
-    dense_row,
-    multiply_dense_blocks,
-    multiply_dense_tile,
-)
+from mvllm.backends.cpu.dense_kernels import dense_row
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.jit import kernel, native_function
-from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED, ActivationLayout
+from mvllm.backends.cpu.layout import DENSE, GROUP, ActivationLayout
 from mvllm.backends.cpu.pointers import emit_call
-from mvllm.backends.cpu.quantized_kernels import dequantize_row, max_tokens, multiply_tile, quantize_groups
-from mvllm.backends.cpu.quantized_panels import (
-    CHUNK_GROUPS,
-    Scratch,
-    multiply_panel,
-    panel_shape,
-    unpack_panel,
-)
+from mvllm.backends.cpu.products import form_of, multiply_panel, multiply_rows, multiply_tile, unpack_panel
+from mvllm.backends.cpu.quantized_kernels import dequantize_row, quantize_groups
 from mvllm.backends.cpu.vector import I64, Emitter, Value, emitted, stack_memory
 
 # Fields of a descriptor, as indices of its int64 elements.
 FUNCTION, WEIGHTS, BLOCK_STRIDE, INPUTS, PANELS_FROM = range(5)
 DESCRIPTOR_FIELDS = 5
-
-DEFAULT_PANELS_FROM = 5
-"""Tokens from which on a product is computed by panels, where nothing else is known."""
 
 _MATMUL_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 _EMBED_SIGNATURE = "void(int64, int64, int64)"
@@ -97,29 +83,33 @@ def quantize_row(x, records, inputs, is_wide):  # type: ignore[no-untyped-def]
         quantize_groups("narrow", x, records, inputs // GROUP)
 
 
+def default_panels_from(format_name: str) -> int:
+    """Tokens from which on a product is computed by panels, where nothing is measured."""
+    return 2 if format_name in DENSE else 4
+
+
 @functools.cache
 def matmul_address(format_name: str, isa: Isa, records: ActivationLayout) -> int:
     """Address of the product's code for a format, compiled on first use and kept for the process.
 
     `records` means nothing for a dense format.
     """
-    if format_name in DENSE:
-        function = _make_dense_matmul(format_name, isa.name, isa.lanes, isa.max_tokens)
-    else:
-        layout = QUANTIZED[format_name]
-        shape = panel_shape(layout, records)
-        function = _make_quantized_matmul(
-            format_name,
-            isa.name,
-            records.name,
-            isa.lanes,
-            max_tokens(isa, records),
-            shape.blocks,
-            shape.tokens,
-            layout.superblock_bytes(isa.lanes) * CHUNK_GROUPS // layout.superblock,
-            records.record_bytes,
-            CHUNK_GROUPS * shape.blocks * Scratch(isa.lanes, layout, records).block_bytes,
-        )
+    form = form_of(format_name, isa, records)
+    function = _make_matmul(
+        format_name,
+        isa.name,
+        records.name,
+        4 * isa.lanes,
+        form.inputs_per_step,
+        form.activation_step_bytes,
+        form.row_blocks,
+        form.tile_tokens,
+        form.panel.blocks,
+        form.panel.tokens,
+        form.chunk_steps,
+        form.chunk_bytes,
+        form.scratch_bytes,
+    )
     return _address(_MATMUL_SIGNATURE, function)
 
 
@@ -143,82 +133,112 @@ def _address(signature: str, function: Callable[..., Any]) -> int:
 # the code to emit, and its cache keys them by value.
 
 
-def _make_quantized_matmul(
+def _make_matmul(
     format_name: str,
     isa_name: str,
     activation_name: str,
-    lanes: int,
-    largest_tile: int,
+    out_block_bytes: int,
+    inputs_per_step: int,
+    step_bytes: int,
+    row_blocks: int,
+    tile_tokens: int,
     panel_blocks: int,
     panel_tokens: int,
+    chunk_steps: int,
     chunk_bytes: int,
-    record_bytes: int,
     scratch_bytes: int,
 ) -> Callable[..., Any]:
-    def quantized_matmul(  # type: ignore[no-untyped-def]
+    def product(  # type: ignore[no-untyped-def]
         descriptor, activations, activation_stride, out, out_stride, tokens, first_block, last_block
     ):
         weights = load_field(descriptor, WEIGHTS)
         block_stride = load_field(descriptor, BLOCK_STRIDE)
-        groups = load_field(descriptor, INPUTS) // GROUP
-        by_panels = tokens >= load_field(descriptor, PANELS_FROM) and last_block - first_block >= panel_blocks
+        steps = load_field(descriptor, INPUTS) // inputs_per_step
+        panels_from = max(2, load_field(descriptor, PANELS_FROM))
+        by_panels = tokens >= panels_from and last_block - first_block >= panel_blocks
         scratch = stack_memory(scratch_bytes)
-        at_once = max(largest_tile, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
-        for start in range(0, tokens, at_once):
-            stop = min(start + at_once, tokens)
+        if row_blocks > 1 and tokens == 1:
+            while first_block + row_blocks <= last_block:
+                multiply_rows(
+                    format_name,
+                    isa_name,
+                    activation_name,
+                    weights + first_block * block_stride,
+                    block_stride,
+                    activations,
+                    out + first_block * out_block_bytes,
+                    steps,
+                )
+                first_block += row_blocks
+        at_once = max(panel_tokens, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
+        parts = (tokens + at_once - 1) // at_once
+        start = 0
+        while start < tokens:
+            # Even parts: a panel's tile has at least two tokens.
+            stop = start + (tokens - start + parts - 1) // parts
+            parts -= 1
             if by_panels:
                 for panel in range(first_block, last_block, panel_blocks):
                     # The last panel is whole too: it may compute some rows once more.
                     block = min(panel, last_block - panel_blocks)
-                    for chunk in range((groups + CHUNK_GROUPS - 1) // CHUNK_GROUPS):
-                        part = min(CHUNK_GROUPS, groups - chunk * CHUNK_GROUPS)
-                        at = weights + block * block_stride + chunk * chunk_bytes
-                        if (chunk + 1) * CHUNK_GROUPS < groups:
-                            ahead = chunk_bytes
-                        else:
-                            ahead = panel_blocks * block_stride - chunk * chunk_bytes
+                    block_weights = weights + block * block_stride
+                    for chunk in range((steps + chunk_steps - 1) // chunk_steps):
+                        done = chunk * chunk_steps
+                        count = min(chunk_steps, steps - done)
+                        position = chunk * chunk_bytes
+                        ahead = chunk_bytes
+                        if done + count == steps:
+                            ahead = panel_blocks * block_stride - position
                         unpack_panel(
-                            format_name, isa_name, activation_name, at, block_stride, scratch, part, ahead
+                            format_name,
+                            isa_name,
+                            activation_name,
+                            block_weights + position,
+                            block_stride,
+                            scratch,
+                            count,
+                            ahead,
                         )
                         token = start
                         while token < stop:
                             tiles = (stop - token + panel_tokens - 1) // panel_tokens
-                            count = (stop - token + tiles - 1) // tiles
+                            together = (stop - token + tiles - 1) // tiles
                             multiply_panel(
                                 format_name,
                                 isa_name,
                                 activation_name,
-                                count,
+                                together,
                                 scratch,
-                                activations + token * activation_stride + chunk * CHUNK_GROUPS * record_bytes,
+                                activations + token * activation_stride + done * step_bytes,
                                 activation_stride,
-                                out + token * out_stride + block * (4 * lanes),
+                                out + token * out_stride + block * out_block_bytes,
                                 out_stride,
-                                part,
+                                count,
                                 chunk == 0,
                             )
-                            token += count
+                            token += together
             else:
                 for block in range(first_block, last_block):
                     token = start
                     while token < stop:
-                        tiles = (stop - token + largest_tile - 1) // largest_tile
-                        count = (stop - token + tiles - 1) // tiles
+                        tiles = (stop - token + tile_tokens - 1) // tile_tokens
+                        together = (stop - token + tiles - 1) // tiles
                         multiply_tile(
                             format_name,
                             isa_name,
                             activation_name,
-                            count,
+                            together,
                             weights + block * block_stride,
                             activations + token * activation_stride,
                             activation_stride,
-                            out + token * out_stride + block * (4 * lanes),
+                            out + token * out_stride + block * out_block_bytes,
                             out_stride,
-                            groups,
+                            steps,
                         )
-                        token += count
+                        token += together
+            start = stop
 
-    return quantized_matmul
+    return product
 
 
 def _make_quantized_embed(format_name: str, isa_name: str, lanes: int) -> Callable[..., Any]:
@@ -229,46 +249,6 @@ def _make_quantized_embed(format_name: str, isa_name: str, lanes: int) -> Callab
         dequantize_row(format_name, isa_name, weights, token - block * lanes, out, groups)
 
     return quantized_embed
-
-
-def _make_dense_matmul(format_name: str, isa_name: str, lanes: int, largest_tile: int) -> Callable[..., Any]:
-    def dense_matmul(  # type: ignore[no-untyped-def]
-        descriptor, activations, activation_stride, out, out_stride, tokens, first_block, last_block
-    ):
-        weights = load_field(descriptor, WEIGHTS)
-        block_stride = load_field(descriptor, BLOCK_STRIDE)
-        inputs = load_field(descriptor, INPUTS)
-        if tokens == 1:
-            while first_block + BLOCKS_AT_ONCE <= last_block:
-                target = out + first_block * (4 * lanes)
-                block_weights = weights + first_block * block_stride
-                multiply_dense_blocks(
-                    format_name, isa_name, block_weights, block_stride, activations, 0, target, 0, inputs
-                )
-                first_block += BLOCKS_AT_ONCE
-        at_once = max(largest_tile, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
-        for start in range(0, tokens, at_once):
-            stop = min(start + at_once, tokens)
-            for block in range(first_block, last_block):
-                token = start
-                while token < stop:
-                    tiles = (stop - token + largest_tile - 1) // largest_tile
-                    count = (stop - token + tiles - 1) // tiles
-                    multiply_dense_tile(
-                        format_name,
-                        isa_name,
-                        count,
-                        weights + block * block_stride,
-                        block_stride,
-                        activations + token * activation_stride,
-                        activation_stride,
-                        out + token * out_stride + block * (4 * lanes),
-                        out_stride,
-                        inputs,
-                    )
-                    token += count
-
-    return dense_matmul
 
 
 def _make_dense_embed(format_name: str, isa_name: str, lanes: int) -> Callable[..., Any]:

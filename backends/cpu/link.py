@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu import record as graph
+from mvllm.backends.cpu.crossover import thresholds_of_this_machine
 from mvllm.backends.cpu.kv_pool import KvPool
 from mvllm.backends.cpu.layout import NARROW
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
@@ -65,6 +66,7 @@ class Linker:
     ) -> None:
         self._spec, self._geometry = spec, geometry
         self._weights, self._pool, self._threads = weights, pool, threads
+        self._thresholds = thresholds_of_this_machine()
 
     def link(self, program: Program) -> LinkedProgram:
         """Pack weights, plan and allocate buffers, write the tables.
@@ -78,6 +80,7 @@ class Linker:
         memory = {buffer: self._allocate(buffer) for buffer in set(buffers.values())}
         instructions = program.instructions
         parameters = [self._parameters(step) for step in instructions]
+        self._thresholds.save()
         table = aligned_zeros(len(instructions) * INSTRUCTION.itemsize, "instructions")
         records = table.view(INSTRUCTION)
         num_attends = 0
@@ -117,10 +120,11 @@ class Linker:
             case graph.RmsNorm(gain, eps):
                 return _record(NORM, gain=self._weights.vector(gain), group=gain.shape[0], eps=eps)
             case graph.Linear(weight, bias, activations):
-                matrix = self._weights.matrix(weight)
+                matrix, records = self._weights.matrix(weight), activations or NARROW
+                panels_from = self._thresholds.panels_from(matrix, records)
                 return _record(
                     LINEAR,
-                    descriptor=matrix.product_descriptor(activations or NARROW),
+                    descriptor=matrix.product_descriptor(records, panels_from),
                     bias=self._weights.vector(bias) if bias is not None else 0,
                     blocks=matrix.num_blocks,
                     lanes=matrix.isa.lanes,

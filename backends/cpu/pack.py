@@ -87,14 +87,16 @@ class PackedMatrix:
     _descriptors: list[NDArray[np.int64]] = field(default_factory=list)  # handed out by address
 
     def product_descriptor(
-        self, activations: ActivationLayout = NARROW, panels_from: int = linear.DEFAULT_PANELS_FROM
+        self, activations: ActivationLayout = NARROW, panels_from: int | None = None
     ) -> int:
         """Address of a descriptor for `linear.matmul`; compiles the format's kernel for these activations.
 
-        Products of `panels_from` and more tokens are computed by panels. A dense matrix takes float32 rows,
-        whatever `activations` says.
+        Products of `panels_from` tokens or more, at least 2, are computed by panels; None: the default. A
+        dense matrix takes float32 rows, whatever `activations` says.
         """
         function = linear.matmul_address(self.format_name, self.isa, activations)
+        if panels_from is None:
+            panels_from = linear.default_panels_from(self.format_name)
         return self._descriptor(function, panels_from)
 
     def embedding_descriptor(self) -> int:

@@ -40,7 +40,6 @@ from mvllm.backends.cpu.vector import (
     Emitter,
     Value,
     constant,
-    emit_for_count,
     emitted,
     vector,
 )
@@ -374,28 +373,6 @@ def emit_quantize(
     emitter.loop(groups, [], group)
 
 
-def max_tokens(isa: Isa, records: ActivationLayout) -> int:
-    """Tokens of the largest tile: twice the accumulators need twice the registers."""
-    return isa.max_tokens // 2 if records.is_wide else isa.max_tokens
-
-
-def _emit_multiply(
-    emitter: Emitter,
-    format_name: str,
-    isa_name: str,
-    activation_name: str,
-    tokens: Value,
-    *addresses_and_sizes: Value,
-) -> None:
-    isa, records = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name]
-    emit_for_count(
-        emitter,
-        tokens,
-        max_tokens(isa, records),
-        lambda count: emit_tile(emitter, isa, QUANTIZED[format_name], records, count, *addresses_and_sizes),
-    )
-
-
 def _emit_quantize(emitter: Emitter, activation_name: str, *addresses_and_sizes: Value) -> None:
     emit_quantize(emitter, ACTIVATION_LAYOUTS[activation_name], *addresses_and_sizes)
 
@@ -403,10 +380,6 @@ def _emit_quantize(emitter: Emitter, activation_name: str, *addresses_and_sizes:
 def _emit_dequantize(emitter: Emitter, format_name: str, isa_name: str, *addresses_and_sizes: Value) -> None:
     emit_row(emitter, ISAS[isa_name], QUANTIZED[format_name], *addresses_and_sizes)
 
-
-multiply_tile = emitted(_emit_multiply, 7, num_names=3)
-"""`emit_tile` as (format name, ISA name, activation layout's name, tokens, weights, activations,
-activation_stride, out, out_stride, groups), for 1 <= tokens <= `max_tokens`."""
 
 dequantize_row = emitted(_emit_dequantize, 4, num_names=2)
 """`emit_row` as (format name, ISA name, weights, lane, out, groups)."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mvllm.backends.cpu.isa import ISAS, Isa
-from mvllm.backends.cpu.layout import ACTIVATION_LAYOUTS, QUANTIZED, ActivationLayout, QuantLayout
+from mvllm.backends.cpu.isa import Isa
+from mvllm.backends.cpu.layout import GROUP, ActivationLayout, QuantLayout
+from mvllm.backends.cpu.panel import Form, PanelShape, emit_start_sums, emit_store_sums
 from mvllm.backends.cpu.quantized_kernels import (
     Factors,
     GroupProduct,
@@ -30,22 +31,11 @@ from mvllm.backends.cpu.vector import (
     I64,
     Emitter,
     Value,
-    constant,
-    emit_for_count,
-    emitted,
     vector,
 )
 
 CHUNK_GROUPS = 8
 """Groups of a chunk; a superblock where there are such."""
-
-
-@dataclass(frozen=True)
-class PanelShape:
-    """How many row blocks a panel has, and how many tokens its largest tile: as the registers allow."""
-
-    blocks: int
-    tokens: int
 
 
 def panel_shape(layout: QuantLayout, records: ActivationLayout) -> PanelShape:
@@ -151,48 +141,21 @@ def emit_panel_tile(
         rows = product.add_to(by_token, [emitter.offset(act, position) for act in acts])
         return [sum_ for row in rows for sum_ in row]
 
-    fresh = emitter.builder.icmp_signed("!=", is_first, I64(0))
-    zero = constant(F32, isa.lanes, 0.0)
-    before = [emitter.load(floats, address, b * row_bytes) for address in outs for b in range(blocks)]
-    sums = [emitter.builder.select(fresh, zero, value) for value in before]
+    sums = emit_start_sums(emitter, isa, blocks, outs, is_first)
     sums = emitter.loop(groups, sums, group)
-    for index, sum_ in enumerate(sums):
-        emitter.store(sum_, outs[index // blocks], index % blocks * row_bytes)
+    emit_store_sums(emitter, isa, blocks, outs, sums)
 
 
-def _names(
-    format_name: str, isa_name: str, activation_name: str
-) -> tuple[Isa, QuantLayout, ActivationLayout]:
-    return ISAS[isa_name], QUANTIZED[format_name], ACTIVATION_LAYOUTS[activation_name]
-
-
-def _emit_unpack(
-    emitter: Emitter, format_name: str, isa_name: str, activation_name: str, *addresses_and_sizes: Value
-) -> None:
-    emit_unpack(emitter, *_names(format_name, isa_name, activation_name), *addresses_and_sizes)
-
-
-def _emit_panel_tile(
-    emitter: Emitter,
-    format_name: str,
-    isa_name: str,
-    activation_name: str,
-    tokens: Value,
-    *addresses_and_sizes: Value,
-) -> None:
-    isa, layout, records = _names(format_name, isa_name, activation_name)
-    emit_for_count(
-        emitter,
-        tokens,
-        panel_shape(layout, records).tokens,
-        lambda count: emit_panel_tile(emitter, isa, layout, records, count, *addresses_and_sizes),
+def quantized_form(isa: Isa, layout: QuantLayout, records: ActivationLayout) -> Form:
+    """How a product with such weights and activations is cut up."""
+    shape = panel_shape(layout, records)
+    return Form(
+        inputs_per_step=GROUP,
+        activation_step_bytes=records.record_bytes,
+        row_blocks=1,
+        tile_tokens=isa.max_tokens,
+        panel=shape,
+        chunk_steps=CHUNK_GROUPS,
+        chunk_bytes=CHUNK_GROUPS // layout.superblock * layout.superblock_bytes(isa.lanes),
+        scratch_bytes=CHUNK_GROUPS * shape.blocks * Scratch(isa.lanes, layout, records).block_bytes,
     )
-
-
-unpack_panel = emitted(_emit_unpack, 5, num_names=3)
-"""`emit_unpack` as (format name, ISA name, activation layout's name, weights, block_stride, scratch, groups,
-ahead)."""
-
-multiply_panel = emitted(_emit_panel_tile, 8, num_names=3)
-"""`emit_panel_tile` as (format name, ISA name, activation layout's name, tokens, scratch, activations,
-activation_stride, out, out_stride, groups, is_first)."""

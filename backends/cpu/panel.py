@@ -1,0 +1,55 @@
+"""How a product is cut up, and the sums of a tile, for quantized and dense weights alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mvllm.backends.cpu.isa import Isa
+from mvllm.backends.cpu.vector import F32, I64, Emitter, Value, constant, vector
+
+
+@dataclass(frozen=True)
+class PanelShape:
+    """How many row blocks a panel has, and how many tokens its largest tile."""
+
+    blocks: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a product with the weights of one format is cut up. A step is a group of inputs, or one input."""
+
+    inputs_per_step: int
+    activation_step_bytes: int
+    row_blocks: int  # of a tile of one token
+    tile_tokens: int  # of the largest tile of one row block
+    panel: PanelShape
+    chunk_steps: int  # of a panel
+    chunk_bytes: int  # packed weights of these steps in one row block
+    scratch_bytes: int  # an unpacked panel
+
+
+def emit_start_sums(
+    emitter: Emitter, isa: Isa, blocks: int, outs: list[Value], is_first: Value | None
+) -> list[Value]:
+    """A tile's sums before it, token by token, row block by row block.
+
+    Zeros, or with `is_first`, unless it is 0, what is at the addresses `outs` of the tokens' outputs.
+    """
+    zero = constant(F32, isa.lanes, 0.0)
+    if is_first is None:
+        return [zero] * (len(outs) * blocks)
+    fresh = emitter.builder.icmp_signed("!=", is_first, I64(0))
+    before = [
+        emitter.load(vector(F32, isa.lanes), out, 4 * isa.lanes * block)
+        for out in outs
+        for block in range(blocks)
+    ]
+    return [emitter.builder.select(fresh, zero, value) for value in before]
+
+
+def emit_store_sums(emitter: Emitter, isa: Isa, blocks: int, outs: list[Value], sums: list[Value]) -> None:
+    """Store a tile's sums, ordered as `emit_start_sums` has them."""
+    for index, sum_ in enumerate(sums):
+        emitter.store(sum_, outs[index // blocks], 4 * isa.lanes * (index % blocks))
