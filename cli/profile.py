@@ -17,6 +17,7 @@ from mvllm.core.trace import STAGE, STEP
 
 _PART = "run"  # of a cpu step: while its threads run the program
 _FEWEST_PERCENT = 0.05  # rows below are left out
+_NO_BYTES: Mapping[str, float] = {}
 
 
 @dataclass
@@ -31,6 +32,8 @@ class TracedStep:
     """What the model did before and while its threads ran: "prepare" and "run"."""
     by_kind: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # all threads together
     by_name: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    weight_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Of the products of a kind or name, once for each thread that took part."""
     threads: set[int] = field(default_factory=set)
 
 
@@ -41,7 +44,7 @@ def profile(trace_file: Path, names: bool) -> None:
     """Say where the time of the steps in TRACE_FILE went, a file that --trace has written.
 
     Steps that only decode and steps with prompt tokens are told apart. Shares are of the steps' time; for
-    instructions they are the mean over the threads.
+    instructions they are the mean over the threads. GB/s is how fast products read their packed weights.
     """
     try:
         events = json.loads(trace_file.read_text())["traceEvents"]
@@ -83,8 +86,11 @@ def _add(step: TracedStep, event: Mapping[str, Any], track: str) -> None:
         step.parts[name] += duration
     else:
         step.threads.add(event["tid"])
+        name = re.sub(r"\d+", "*", name)
         step.by_kind[category] += duration
-        step.by_name[re.sub(r"\d+", "*", name)] += duration
+        step.by_name[name] += duration
+        for key in {category, name}:
+            step.weight_bytes[key] += event.get("args", {}).get("bytes", 0)
 
 
 def _section(title: str, steps: Sequence[TracedStep], *, names: bool) -> list[str]:
@@ -99,10 +105,11 @@ def _section(title: str, steps: Sequence[TracedStep], *, names: bool) -> list[st
         lines.append(f"  {'outside the kernels':34}{_row(total - parts[_PART], total, len(steps))}")
     num_threads = max(len(step.threads) for step in steps)
     if num_threads:
-        shared = total * num_threads
-        lines += _table("instruction", _sum(step.by_kind for step in steps), shared, len(steps) * num_threads)
-    if num_threads and names:
-        lines += _table("name", _sum(step.by_name for step in steps), shared, len(steps) * num_threads)
+        shared, count = total * num_threads, len(steps) * num_threads
+        weight_bytes = _sum(step.weight_bytes for step in steps)
+        lines += _table("instruction", _sum(step.by_kind for step in steps), shared, count, weight_bytes)
+        if names:
+            lines += _table("name", _sum(step.by_name for step in steps), shared, count, weight_bytes)
     return lines
 
 
@@ -114,12 +121,22 @@ def _sum(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return sums
 
 
-def _table(title: str, sums: Mapping[str, float], total: float, count: int) -> list[str]:
-    """The rows of a table, largest first."""
-    lines = [f"  {title:34}{'ms/step':>9}{'share':>9}"]
+def _table(
+    title: str,
+    sums: Mapping[str, float],
+    total: float,
+    count: int,
+    weight_bytes: Mapping[str, float] = _NO_BYTES,
+) -> list[str]:
+    """The rows of a table, largest first. All threads read a product's weights together, in the time that
+    each of them takes."""
+    rate = f"{'GB/s':>8}" if any(weight_bytes.values()) else ""
+    lines = [f"  {title:34}{'ms/step':>9}{'share':>9}{rate}"]
     for name, value in sorted(sums.items(), key=lambda item: -item[1]):
         if 100 * value / total >= _FEWEST_PERCENT:
-            lines.append(f"  {name:34}{_row(value, total, count)}")
+            read = weight_bytes.get(name, 0)
+            rate = f"{read / value / 1000:8.1f}" if read else ""  # bytes per microsecond are MB/s
+            lines.append(f"  {name:34}{_row(value, total, count)}{rate}")
     return lines
 
 

@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +21,10 @@ ENGINE_TRACK = "engine"
 STEP, STAGE = "step", "stage"
 """Categories of the spans on that track; other tracks have their own."""
 
-_Spans = tuple[str, Sequence[str], Sequence[str], Sequence[int], Sequence[int]]
+Arguments = tuple[tuple[str, str | int | bool], ...]
+"""What else a span says of itself, by name."""
+
+_Spans = tuple[str, Sequence[str], Sequence[str], Sequence[int], Sequence[int], Sequence[Arguments]]
 """What `Trace.spans` was given."""
 
 _HEAD, _TAIL = b'{"displayTimeUnit": "ns", "traceEvents": [', b"\n]}\n"
@@ -49,6 +52,9 @@ class Trace:
     def end_step(self, num_rows: int, num_tokens: int) -> None:
         """The step's last stage and the step end."""
 
+    def when_done(self, tell: Callable[[], None]) -> None:
+        """Call `tell` at the end of the step, when the work of telling spans shows in none of them."""
+
     def spans(
         self,
         track: str,
@@ -56,9 +62,10 @@ class Trace:
         categories: Sequence[str],
         starts_ns: Sequence[int],
         ends_ns: Sequence[int],
+        arguments: Sequence[Arguments] = (),
     ) -> None:
-        """Spans on a track of their own, one of each sequence's elements per span. The sequences are read at
-        the end of the step."""
+        """Spans on a track of their own, one of each sequence's elements per span; no arguments at all will
+        do. The sequences are read at the end of the step."""
 
     def close(self) -> None:
         """Write what is left; idempotent."""
@@ -91,19 +98,23 @@ class FileTrace(Trace):
         self._number = 0  # of the current step
         self._marks: list[tuple[str, int]] = []  # the current step's stages with their starts
         self._start_ns: int | None = None  # the current step's
+        self._tellers: list[Callable[[], None]] = []
         self._unwritten: list[_Spans] = []
 
     def start_step(self) -> None:
         if self._start_ns is not None:
-            self._finish_step({"failed": True})
+            self._finish_step((("failed", True),))
         self._number += 1
         self._start_ns = self._clock_ns()
 
     def stage(self, name: str) -> None:
         self._marks.append((name, self._clock_ns()))
 
+    def when_done(self, tell: Callable[[], None]) -> None:
+        self._tellers.append(tell)
+
     def end_step(self, num_rows: int, num_tokens: int) -> None:
-        self._finish_step({"rows": num_rows, "tokens": num_tokens})
+        self._finish_step((("rows", num_rows), ("tokens", num_tokens)))
 
     def spans(
         self,
@@ -112,27 +123,31 @@ class FileTrace(Trace):
         categories: Sequence[str],
         starts_ns: Sequence[int],
         ends_ns: Sequence[int],
+        arguments: Sequence[Arguments] = (),
     ) -> None:
-        self._unwritten.append((track, names, categories, starts_ns, ends_ns))
+        self._unwritten.append((track, names, categories, starts_ns, ends_ns, arguments or [()] * len(names)))
 
     def close(self) -> None:
         if self._start_ns is not None:
-            self._finish_step({"failed": True})
+            self._finish_step((("failed", True),))
         self._file.flush()
 
-    def _finish_step(self, counts: Mapping[str, object]) -> None:
+    def _finish_step(self, counts: Arguments) -> None:
         """Formats the step's events only now, so that the work shows in none of its spans."""
         end, start, origin = self._clock_ns(), self._start_ns, self._origin_ns
         assert start is not None
+        for tell in self._tellers:
+            tell()
         track = self._track(ENGINE_TRACK)
         events = [_span(track, f"step {self._number}", STEP, start - origin, end - start, counts)]
         for (name, began), (_, ended) in pairwise([*self._marks, ("", end)]):
             events.append(_span(track, name, STAGE, began - origin, ended - began))
         for name, *columns in self._unwritten:
             track = self._track(name)
-            for label, category, began, ended in zip(*columns, strict=True):
-                events.append(_span(track, label, category, began - origin, ended - began))
+            for label, category, began, ended, arguments in zip(*columns, strict=True):
+                events.append(_span(track, label, category, began - origin, ended - began, arguments))
         self._file.add(events)
+        self._tellers.clear()
         self._marks.clear()
         self._unwritten.clear()
         self._start_ns = None
@@ -195,14 +210,19 @@ def _span(
     category: str,
     start_ns: int,
     duration_ns: int,
-    args: Mapping[str, object] | None = None,
+    arguments: Arguments = (),
 ) -> str:
     """A complete event; the format counts in microseconds."""
-    extra = f', "args": {json.dumps(args)}' if args else ""
+    extra = _args(arguments) if arguments else ""
     return (
         f'{{"ph": "X", "pid": 1, "tid": {track}, "name": {_quoted(name)}, "cat": {_quoted(category)}, '
         f'"ts": {start_ns / 1000:.3f}, "dur": {duration_ns / 1000:.3f}{extra}}}'
     )
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _args(arguments: Arguments) -> str:
+    return f', "args": {json.dumps(dict(arguments))}'
 
 
 @functools.lru_cache(maxsize=1 << 14)

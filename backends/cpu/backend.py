@@ -27,7 +27,8 @@ class CpuBackend(Backend):
     capabilities = Capabilities(row_exact=True, kv_dtypes=_KV_DTYPES)
 
     def __init__(self, threads: int | None = None) -> None:
-        """`threads`: size of a model's team; None: as many as the machine and its container allow.
+        """`threads`: size of a model's team; None: as many as the machine and its container allow, and fewer
+        while other processes use their cores.
 
         Raises:
             ConfigError: `threads` is no number of threads.
@@ -64,7 +65,7 @@ class CpuBackend(Backend):
 
         threads = self._threads or default_threads()
         _log.info("cpu backend: %s kernels, threads: %d", selected().name, threads)
-        return CpuModel(spec, weights, geometry, threads)
+        return CpuModel(spec, weights, geometry, threads, adaptive=self._threads is None)
 
 
 def _matrices(weights: ModelWeights) -> list[Weight]:

@@ -10,11 +10,14 @@ from mvllm.backends.cpu.attention_plan import STATES_BYTES, most_items, most_spl
 from mvllm.backends.cpu.link import LinkedProgram
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
 from mvllm.backends.cpu.prepare import LIMITS, BatchFault, prepare_step
-from mvllm.backends.cpu.tables import ITEM, SPLIT, STEP, regime_of
+from mvllm.backends.cpu.tables import ITEM, SPLIT, STEP, Regime, regime_of
 from mvllm.core.errors import InvariantViolation
 from mvllm.core.model.spec import ModelSpec
 from mvllm.core.step import ForwardBatch
 from mvllm.core.tensor import KvGeometry
+
+_WORD = {name: offset // 8 for name, (_, offset, *_) in (STEP.fields or {}).items()}
+"""Place of each field of STEP among its int64 words; setting fields by name takes five times as long."""
 
 _ARRAYS = ("tokens", "positions", "slots", "row_starts", "context_lens", "block_tables", "logit_rows")
 
@@ -33,6 +36,8 @@ class StepInputs:
         self._scratch = aligned_zeros(threads * stride, "attention scratch")
         self._memory = aligned_zeros(STEP.itemsize, "step")
         self.record = self._memory.view(STEP)
+        self._words = self._memory.view(np.int64)
+        self._program: LinkedProgram | None = None  # that of the record
         self.address = self._memory.ctypes.data
         self.record["items"] = self._items.ctypes.data
         self.record["splits"] = self._splits.ctypes.data
@@ -49,13 +54,28 @@ class StepInputs:
             threads,
             state_bytes(spec.head_dim),
         )
+        self._limits_address = self._limits.ctypes.data
 
-    def set_program(self, linked: LinkedProgram, num_instructions: int) -> None:
-        """Make the first instructions of `linked` the program of the next step."""
-        self.record["instructions"] = linked.table.ctypes.data
-        self.record["num_instructions"] = num_instructions
-        self.record["next_item"] = linked.counters.ctypes.data
-        self.record["num_counters"] = linked.counters.nbytes // LINE_BYTES
+    @property
+    def regime(self) -> Regime:
+        """Of the current batch."""
+        return Regime(int(self._words[_WORD["regime"]]))
+
+    def set_program(
+        self, linked: LinkedProgram, num_instructions: int, sampling: int = 0, times: int = 0
+    ) -> None:
+        """Make the first instructions of `linked` the program of the next step.
+
+        Args:
+            sampling: address of the sampler's parameter table; 0 if these instructions don't sample.
+            times: where the threads note when they did what, see `STEP`; 0: nowhere.
+        """
+        if self._program is not linked:
+            self.record["instructions"] = linked.table.ctypes.data
+            self.record["next_item"] = linked.counters.ctypes.data
+            self.record["num_counters"] = linked.counters.nbytes // LINE_BYTES
+            self._program = linked
+        self._set(num_instructions=num_instructions, sampling=sampling, times=times)
 
     def set_batch(self, batch: ForwardBatch) -> None:
         """Point the record at the batch's arrays and plan its attention.
@@ -63,7 +83,7 @@ class StepInputs:
         Raises:
             InvariantViolation: the batch is larger than the geometry allows, or contradicts itself.
         """
-        record, geometry = self.record, self._geometry
+        geometry = self._geometry
         num_tokens, num_logit_rows = len(batch.tokens), len(batch.logit_rows)
         for what, found, limit in (
             ("tokens", num_tokens, geometry.max_batch_tokens),
@@ -72,17 +92,24 @@ class StepInputs:
         ):
             if found > limit:
                 raise InvariantViolation(f"a batch has {found} {what}, at most {limit} were announced")
-        self._arrays = [np.ascontiguousarray(getattr(batch, name), np.int32) for name in _ARRAYS]
-        for name, array in zip(_ARRAYS, self._arrays, strict=True):
-            record[name] = array.ctypes.data
         if len(batch.positions) != num_tokens or len(batch.slots) != num_tokens:
             raise InvariantViolation("tokens, positions and slots of a batch differ in length")
         if len(batch.row_starts) != batch.num_rows + 1 or len(batch.block_tables) != batch.num_rows:
             raise InvariantViolation("row_starts, context_lens and block_tables of a batch differ in length")
-        record["num_tokens"], record["num_rows"] = num_tokens, batch.num_rows
-        record["num_logit_rows"] = num_logit_rows
-        record["table_width"] = batch.block_tables.shape[1]
-        record["regime"] = regime_of(num_tokens, num_logit_rows)
-        fault = BatchFault(prepare_step(self.address, self._limits.ctypes.data))
-        if fault is not BatchFault.NONE:
-            raise InvariantViolation(f"a batch can't be run: {fault.describe()}")
+        self._arrays = [np.ascontiguousarray(getattr(batch, name), np.int32) for name in _ARRAYS]
+        self._set(
+            num_tokens=num_tokens,
+            num_rows=batch.num_rows,
+            num_logit_rows=num_logit_rows,
+            table_width=batch.block_tables.shape[1],
+            regime=regime_of(num_tokens, num_logit_rows),
+            **{name: array.ctypes.data for name, array in zip(_ARRAYS, self._arrays, strict=True)},
+        )
+        fault = prepare_step(self.address, self._limits_address)
+        if fault != BatchFault.NONE:
+            raise InvariantViolation(f"a batch can't be run: {BatchFault(fault).describe()}")
+
+    def _set(self, **fields: int) -> None:
+        words = self._words
+        for name, value in fields.items():
+            words[_WORD[name]] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from mvllm.backends.cpu.clock import HAS_CLOCK
 from mvllm.backends.cpu.inputs import StepInputs
 from mvllm.backends.cpu.kv_pool import KvPool, layout_for
 from mvllm.backends.cpu.link import LinkedProgram, Linker
@@ -18,14 +20,23 @@ from mvllm.backends.cpu.memory import aligned_zeros
 from mvllm.backends.cpu.operations import program_runner
 from mvllm.backends.cpu.program import lower, with_sampling
 from mvllm.backends.cpu.record import Recorder, Value, sensitive_weights
-from mvllm.backends.cpu.sampler_table import NUM_COLUMNS, empty_output, pack_parameters, sampler_scratch_bytes
+from mvllm.backends.cpu.sampler_table import (
+    NUM_COLUMNS,
+    Addresses,
+    empty_output,
+    pack_parameters,
+    sampler_scratch_bytes,
+)
+from mvllm.backends.cpu.step_trace import StepTrace
 from mvllm.backends.cpu.team import Team
+from mvllm.backends.cpu.team_size import TeamSize
 from mvllm.backends.cpu.weights import PackedWeights
 from mvllm.core.errors import EngineClosed, InvariantViolation
 from mvllm.core.model.decoder import forward
 from mvllm.core.model.spec import ModelSpec
 from mvllm.core.step import ForwardBatch, SamplingArrays, StepOutput
 from mvllm.core.tensor import KvGeometry, Model, ModelWeights
+from mvllm.core.trace import Trace
 from mvllm.core.types import BlockId
 
 
@@ -37,6 +48,8 @@ class _Sampling:
         self._stride = sampler_scratch_bytes(vocab_size)
         self._scratch = aligned_zeros(threads * self._stride, "sampler scratch")
         self._table = np.zeros(NUM_COLUMNS, np.int64)
+        self._addresses = Addresses()
+        self.address: int = self._table.ctypes.data
 
     def set(self, sampling: SamplingArrays, logits: NDArray[np.float32]) -> StepOutput:
         """Fill the table for a batch; returns the output that the sampler will write into."""
@@ -50,18 +63,17 @@ class _Sampling:
             output=output,
             scratch=self._scratch.ctypes.data,
             scratch_stride=self._stride,
+            addresses=self._addresses,
         )
         return output
-
-    @property
-    def address(self) -> int:
-        return int(self._table.ctypes.data)
 
 
 class _Resources:
     """Everything of a model that `close` lets go. Owns weights, KV pool, programs, buffers and threads."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, geometry: KvGeometry, threads: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, geometry: KvGeometry, threads: int, adaptive: bool
+    ) -> None:
         recorder = Recorder(sensitive_weights(weights))
         self._taps: list[Value] = []
         self._logits = forward(recorder, spec, weights, self._taps.append)
@@ -75,7 +87,8 @@ class _Resources:
         self._tapped: LinkedProgram | None = None
         self.inputs = StepInputs(spec, geometry, threads)
         self.sampling = _Sampling(spec.vocab_size, threads)
-        self.team = Team(threads, program_runner())
+        self.team = Team(threads, program_runner(), TeamSize(threads) if adaptive else None)
+        self._trace: StepTrace | None = None
 
     @property
     def tapped(self) -> LinkedProgram:
@@ -84,8 +97,32 @@ class _Resources:
             self._tapped = self._linker.link(lower(self._nodes, self._logits, self._taps))
         return self._tapped
 
+    def trace_to(self, trace: Trace) -> None:
+        """Time the instructions of every later `step`."""
+        self._trace = StepTrace(trace, time.perf_counter_ns, self.linked, self.weights, self.team.threads)
+
+    def step(self, batch: ForwardBatch) -> StepOutput:
+        """Run the whole program over a batch.
+
+        Raises:
+            InvariantViolation: the batch is unusable; nothing was changed.
+        """
+        trace, linked = self._trace, self.linked
+        if trace is not None:
+            trace.begin()
+        output = self.sampling.set(batch.sampling, linked.rows(linked.program.logits, len(batch.logit_rows)))
+        times = 0 if trace is None else trace.address
+        self.inputs.set_program(linked, len(linked.program.instructions), self.sampling.address, times)
+        self.inputs.set_batch(batch)
+        if trace is not None:
+            trace.run()
+        working = self.team.run(self.inputs.address)
+        if trace is not None:
+            trace.end(self.inputs.regime, working)
+        return output
+
     def run(self, linked: LinkedProgram, batch: ForwardBatch, num_instructions: int) -> None:
-        """Run the first instructions of a program over a batch.
+        """Run the first instructions of a program over a batch, without sampling.
 
         Raises:
             InvariantViolation: the batch is unusable; nothing was changed.
@@ -102,24 +139,30 @@ class CpuModel(Model):
     idle when its process forked; it then starts threads of its own.
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, geometry: KvGeometry, threads: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        geometry: KvGeometry,
+        threads: int,
+        *,
+        adaptive: bool = False,
+    ) -> None:
         """Pack the weights, record and link the program; compiles what it needs.
+
+        Args:
+            adaptive: `threads` is the most; fewer work while other processes use their cores.
 
         Raises:
             CapacityError: memory can't be had.
         """
         self.num_threads = threads
-        self._all: _Resources | None = _Resources(spec, weights, geometry, threads)
+        self._all: _Resources | None = _Resources(spec, weights, geometry, threads, adaptive)
         self._running = threading.Lock()
 
     def step(self, batch: ForwardBatch) -> StepOutput:
         with self._resources() as own:
-            linked = own.linked
-            logits = linked.rows(linked.program.logits, len(batch.logit_rows))
-            output = own.sampling.set(batch.sampling, logits)
-            own.inputs.record["sampling"] = own.sampling.address
-            own.run(linked, batch, len(linked.program.instructions))
-        return output
+            return own.step(batch)
 
     def logits(self, batch: ForwardBatch) -> NDArray[np.float32]:
         with self._resources() as own:
@@ -145,6 +188,11 @@ class CpuModel(Model):
     def describe(self) -> str:
         with self._resources() as own:
             return list_program(own.linked, self.num_threads)
+
+    def trace_to(self, trace: Trace) -> None:
+        with self._resources() as own:
+            if trace.enabled and HAS_CLOCK:
+                own.trace_to(trace)
 
     @property
     def weight_bytes(self) -> int:

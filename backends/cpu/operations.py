@@ -14,6 +14,7 @@ from mvllm.backends.cpu import elementwise
 from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.attention import attend_item, attention_at, item_at, store_keys_values
 from mvllm.backends.cpu.attention_plan import step_at
+from mvllm.backends.cpu.clock import now_ns
 from mvllm.backends.cpu.jit import kernel, native_function
 from mvllm.backends.cpu.linear import embed_row, matmul, quantize_row
 from mvllm.backends.cpu.memory import LINE_BYTES
@@ -21,15 +22,19 @@ from mvllm.backends.cpu.pointers import call_operation, i32_at, record_at
 from mvllm.backends.cpu.program import Kind
 from mvllm.backends.cpu.sampler import sample_rows
 from mvllm.backends.cpu.tables import (
+    ARRIVED,
     EMBED,
+    ENDED,
     GATE,
     INSTRUCTION,
     ITEM,
     LINEAR,
     NORM,
+    NUM_TIMES,
     QUANTIZE,
     ROTATE,
     SCALAR,
+    STARTED,
     Domain,
     Epilogue,
 )
@@ -240,8 +245,27 @@ _FUNCTIONS: dict[Kind, Callable[[Any, Any], None]] = {
 }
 
 
+@kernel("void(int64, int64)")
+def _run_timed(step_address: Any, worker: Any) -> None:
+    """Run the program and note when each instruction was arrived at, started and ended."""
+    step = step_at(step_address)
+    times = i64_at(step.times + 8 * NUM_TIMES * step.num_instructions * worker_at(worker).thread)
+    for index in range(step.num_instructions):
+        instruction = step.instructions + index * _INSTRUCTION_BYTES
+        i = instruction_at(instruction)
+        times[NUM_TIMES * index + ARRIVED] = now_ns()
+        if i.barriers >> step.regime & 1:
+            meet(worker)
+        times[NUM_TIMES * index + STARTED] = now_ns()
+        call_operation(i.function, instruction, worker)
+        times[NUM_TIMES * index + ENDED] = now_ns()
+
+
 def _run_program(step_address: Any, worker: Any) -> None:
     step = step_at(step_address)
+    if step.times != 0:
+        _run_timed(step_address, worker)
+        return
     for index in range(step.num_instructions):
         instruction = step.instructions + index * _INSTRUCTION_BYTES
         i = instruction_at(instruction)

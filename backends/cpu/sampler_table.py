@@ -77,6 +77,27 @@ def empty_output(sampling: SamplingArrays) -> StepOutput:
     )
 
 
+class Addresses:
+    """Where arrays lie. Owns a memo of the last ones by name: most of a step's arrays are those of the step
+    before, and looking takes longer than anything else about them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[NDArray[Any], int]] = {}
+
+    def of(self, name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> int:
+        """The address of `array`, which stays alive until another one of that name comes.
+
+        Raises:
+            InvariantViolation: it isn't packed or has another dtype.
+        """
+        known = self._known.get(name)
+        if known is not None and known[0] is array:
+            return known[1]
+        address = _address(name, array, dtype)
+        self._known[name] = (array, address)
+        return address
+
+
 def pack_parameters(
     table: NDArray[np.int64],  # [NUM_COLUMNS], overwritten
     *,
@@ -87,13 +108,15 @@ def pack_parameters(
     output: StepOutput,  # from `empty_output`; the kernel writes into its arrays
     scratch: int,  # address, a multiple of 8
     scratch_stride: int,  # bytes per worker, at least sampler_scratch_bytes(vocab)
+    addresses: Addresses | None = None,  # one that is kept from step to step saves time
 ) -> None:
     """Fill `table`. The caller keeps every array alive, and in place, while the kernel runs.
 
     Raises:
         InvariantViolation: an array isn't packed or has another dtype than the kernel will read.
     """
-    inputs = [_address(name, getattr(sampling, name), dtype) for name, dtype in _SAMPLING.items()]
+    addresses = addresses or Addresses()
+    inputs = [addresses.of(name, getattr(sampling, name), dtype) for name, dtype in _SAMPLING.items()]
     outputs = [_address(name, getattr(output, name), dtype) for name, dtype in _OUTPUT.items()]
     top_width = output.top_tokens.shape[1]
     table[:] = [logits, row_stride, vocab, *inputs, *outputs, top_width, scratch, scratch_stride]
@@ -104,4 +127,4 @@ def _address(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> int:
         raise InvariantViolation(
             f"sampler: {name} must be packed {dtype}, got {array.dtype} with strides {array.strides}"
         )
-    return int(array.__array_interface__["data"][0])
+    return int(array.ctypes.data)

@@ -96,6 +96,7 @@ STEP = _record(
     ("scratch", _INT),  # attention scratch of thread 0
     ("scratch_stride", _INT),  # bytes from thread to thread
     ("sampling", _INT),  # the sampler's parameter table, or 0: don't sample
+    ("times", _INT),  # int64[threads, num_instructions, NUM_TIMES], or 0: take no times
 )
 
 ITEM = _record(
@@ -114,6 +115,10 @@ SPLIT = _record(
     ("num_parts", _INT),
     ("states", _INT),  # the parts' states, see attention.py
 )
+
+ARRIVED, STARTED, ENDED = range(3)
+NUM_TIMES = 3
+"""Times of one instruction on one thread, ns: it waits from `ARRIVED` on, and works from `STARTED` on."""
 
 EMBED = _record(("descriptor", _INT))
 

@@ -3,17 +3,19 @@
 States of a worker thread:
 
     spinning --(no call for some milliseconds)--> asleep      (in Python, on a semaphore; burns no core)
-    spinning --(call number changes)--> working --> spinning
+    spinning --(a call that counts on it)--> working --> spinning
     asleep   --(caller takes its sleep flag and releases the semaphore)--> working
 
 The caller works too, as thread 0. Threads meet at barriers inside the job and once more at its end, so a job
-never overlaps the next one. Words shared between threads lie on cache lines of their own.
+never overlaps the next one. A call may count on fewer threads than there are (`team_size`): on those with the
+lowest numbers. Words shared between threads lie on cache lines of their own.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -21,34 +23,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu.atomics import SPINS, atomic_add, atomic_exchange, atomic_load, back_off
+from mvllm.backends.cpu.clock import now_ns
 from mvllm.backends.cpu.jit import kernel
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
 from mvllm.backends.cpu.pointers import call_operation, i64_at, record_at
+from mvllm.backends.cpu.team_size import TeamSize
 
 CONTROL = np.dtype(
     {
-        "names": ["call", "arrivals", "closed", "job", "argument", "threads"],
+        "names": ["call", "arrivals", "closed", "job", "argument", "base"],
         "formats": [np.int64] * 6,
         "offsets": [0, LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES, 3 * LINE_BYTES + 8, 3 * LINE_BYTES + 16],
         "itemsize": 4 * LINE_BYTES,
     }
 )
-"""Shared words: number of the current call, arrivals at barriers so far, whether the team is closed; and what
-to run. `arrivals` only grows, so no thread has to reset what another still reads."""
+"""Shared words: the current call, arrivals at barriers so far, whether the team is closed; and what to run,
+and the arrivals before this call. A call is its number times `_CALL_STEP`, plus how many threads it counts
+on: one word, so that no thread sees the one without the other. `arrivals` only grows, so no thread has to
+reset what another still reads."""
 
 WORKER = np.dtype(
     {
-        "names": ["thread", "threads", "control", "meetings", "call", "asleep"],
-        "formats": [np.int64] * 6,
-        "offsets": [0, 8, 16, 24, 32, LINE_BYTES],
+        "names": ["thread", "threads", "control", "meetings", "call", "waited_ns", "asleep"],
+        "formats": [np.int64] * 7,
+        "offsets": [0, 8, 16, 24, 32, 40, LINE_BYTES],
         "itemsize": 2 * LINE_BYTES,
     }
 )
-"""One thread's own words: its number, its barriers and calls so far, and the flag "asleep" (1: the thread
-waits on its semaphore or is about to; who changes it back to 0 decides whether the semaphore is released)."""
+"""One thread's own words: its number, how many work in this call, the barriers of this call so far, the last
+call that it saw, how long it waited for others in this call beyond a moment, and the flag "asleep" (1: the
+thread waits on its semaphore or is about to; who changes it back to 0 decides whether the semaphore is
+released)."""
 
 _ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, LINE_BYTES  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
+_CALL_STEP = 1 << 16
 
 _SPINS_BETWEEN_CALLS = 8000  # beyond those of back_off: what a caller does between two steps takes longer
 _IDLE_TRIES = _SPINS_BETWEEN_CALLS + SPINS + 100  # before a worker goes to sleep in Python, some milliseconds
@@ -60,39 +69,48 @@ worker_at = record_at(WORKER)
 
 @kernel("void(int64)")
 def meet(worker_address: Any) -> Any:
-    """Wait until every thread of the team is here."""
+    """Wait until every thread that works in this call is here."""
     worker = worker_at(worker_address)
     if worker.threads == 1:
         return
     worker.meetings += 1
-    target = worker.meetings * worker.threads
+    target = control_at(worker.control).base + worker.meetings * worker.threads
     arrivals = worker.control + _ARRIVALS
     if atomic_add(arrivals, 1) + 1 >= target:
         return
-    tries = 0
+    tries, since = 0, 0
     while atomic_load(arrivals) < target:
+        if tries == SPINS:
+            since = now_ns()
         back_off(tries)
         tries += 1
+    if tries > SPINS:
+        worker.waited_ns += now_ns() - since
 
 
-@kernel("void(int64)")
-def _work(worker_address: Any) -> Any:
-    control = control_at(worker_at(worker_address).control)
+@kernel("void(int64, int64)")
+def _work(worker_address: Any, call: Any) -> Any:
+    worker = worker_at(worker_address)
+    control = control_at(worker.control)
+    worker.threads, worker.meetings, worker.waited_ns = call % _CALL_STEP, 0, 0
     call_operation(control.job, control.argument, worker_address)
     meet(worker_address)
 
 
 @kernel("int64(int64)")
 def _serve(worker_address: Any) -> Any:
-    """Work at every call until idle for long (_SLEEP) or until the team is closed (_CLOSE)."""
+    """Work at every call that counts on this thread, until none has for long (_SLEEP) or until the team is
+    closed (_CLOSE)."""
     worker = worker_at(worker_address)
     tries = 0
     while True:
         if atomic_load(worker.control + _CLOSED) != 0:
             return _CLOSE
-        if atomic_load(worker.control) != worker.call:
-            worker.call += 1
-            _work(worker_address)
+        call = atomic_load(worker.control)
+        is_new = call != worker.call
+        worker.call = call
+        if is_new and worker.thread < call % _CALL_STEP:
+            _work(worker_address, call)
             tries = 0
         elif tries < _IDLE_TRIES:
             back_off(tries - _SPINS_BETWEEN_CALLS)
@@ -100,7 +118,9 @@ def _serve(worker_address: Any) -> Any:
         else:
             atomic_exchange(worker_address + _ASLEEP, 1)
             # A call may have come before the flag was seen. If the flag is still ours, nobody will wake us.
-            called = atomic_load(worker.control) != worker.call or atomic_load(worker.control + _CLOSED) != 0
+            call = atomic_load(worker.control)
+            called = call != worker.call and worker.thread < call % _CALL_STEP
+            called |= atomic_load(worker.control + _CLOSED) != 0
             if not called or atomic_exchange(worker_address + _ASLEEP, 0) == 0:
                 return _SLEEP
             tries = 0
@@ -108,7 +128,8 @@ def _serve(worker_address: Any) -> Any:
 
 @kernel("int64(int64, int64, int64)")
 def _wake(workers: Any, threads: Any, sleepers: Any) -> Any:
-    """Take the sleep flags that are set; returns how many, and writes the threads' numbers to `sleepers`."""
+    """Take the sleep flags of the first `threads` that are set; returns how many, and writes the threads'
+    numbers to `sleepers`."""
     found = 0
     for thread in range(1, threads):
         if atomic_exchange(workers + thread * _WORKER_BYTES + _ASLEEP, 0) == 1:
@@ -117,16 +138,42 @@ def _wake(workers: Any, threads: Any, sleepers: Any) -> Any:
     return found
 
 
-@kernel("int64(int64, int64, int64)")
-def _start_call(control_address: Any, workers: Any, sleepers: Any) -> Any:
-    atomic_add(control_address, 1)
-    return _wake(workers, control_at(control_address).threads, sleepers)
+@kernel("int64(int64, int64, int64, int64, int64)")
+def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argument: Any) -> Any:
+    """Start a call for the first `threads`.
+
+    If they are all awake, takes part in it as thread 0 and returns 0; else returns how many have to be woken
+    before the caller takes part in it.
+    """
+    control = control_at(control_address)
+    control.argument, control.base = argument, atomic_load(control_address + _ARRIVALS)
+    call = (control.call // _CALL_STEP + 1) * _CALL_STEP + threads
+    atomic_exchange(control_address, call)
+    found = _wake(workers, threads, sleepers)
+    if found == 0:
+        _work(workers, call)
+    return found
 
 
-@kernel("int64(int64, int64, int64)")
-def _start_close(control_address: Any, workers: Any, sleepers: Any) -> Any:
+@kernel("void(int64, int64)")
+def _take_part(control_address: Any, workers: Any) -> Any:
+    """Take part in the current call, as thread 0."""
+    _work(workers, atomic_load(control_address))
+
+
+@kernel("int64(int64, int64)")
+def _waited_ns(workers: Any, threads: Any) -> Any:
+    """What the first `threads` waited in the last call, added up."""
+    total = 0
+    for thread in range(threads):
+        total += worker_at(workers + thread * _WORKER_BYTES).waited_ns
+    return total
+
+
+@kernel("int64(int64, int64, int64, int64)")
+def _start_close(control_address: Any, workers: Any, threads: Any, sleepers: Any) -> Any:
     atomic_exchange(control_address + _CLOSED, 1)
-    return _wake(workers, control_at(control_address).threads, sleepers)
+    return _wake(workers, threads, sleepers)
 
 
 class _Crew:
@@ -139,13 +186,13 @@ class _Crew:
         self._words = aligned_zeros(CONTROL.itemsize, "control words")
         self._worker_words = aligned_zeros(WORKER.itemsize * threads, "worker words")
         self._sleepers: NDArray[np.int64] = np.zeros(threads, np.int64)
-        self.control = self._words.ctypes.data
-        self.workers = self._worker_words.ctypes.data
-        self._record = self._words.view(CONTROL)
-        self._record["job"], self._record["threads"] = job, threads
+        self._control = self._words.ctypes.data
+        self._workers = self._worker_words.ctypes.data
+        self._sleepers_address = self._sleepers.ctypes.data
+        self._words.view(CONTROL)["job"] = job
         workers = self._worker_words.view(WORKER)
         workers["thread"] = np.arange(threads)
-        workers["threads"], workers["control"] = threads, self.control
+        workers["control"] = self._control
         self._semaphores = [threading.Semaphore(0) for _ in range(threads)]
         self._threads = [
             threading.Thread(target=self._live, args=(thread,), name=f"mvllm-cpu-{thread}", daemon=True)
@@ -156,13 +203,16 @@ class _Crew:
             worker.start()
 
     def _live(self, thread: int) -> None:
-        while _serve(self.workers + thread * WORKER.itemsize) == _SLEEP:
+        while _serve(self._workers + thread * WORKER.itemsize) == _SLEEP:
             self._semaphores[thread].acquire()
 
-    def run(self, argument: int) -> None:
-        self._record["argument"] = argument
-        self._release(_start_call(self.control, self.workers, self._sleepers.ctypes.data))
-        _work(self.workers)
+    def run(self, argument: int, threads: int) -> float:
+        """Run the job on the first `threads`; returns how long they waited for each other in all, seconds."""
+        found = _call(self._control, self._workers, self._sleepers_address, threads, argument)
+        if found:
+            self._release(found)
+            _take_part(self._control, self._workers)
+        return 1e-9 * float(_waited_ns(self._workers, threads))
 
     def asleep(self) -> int:
         """Number of threads that wait on their semaphore or are about to."""
@@ -172,7 +222,8 @@ class _Crew:
         """End and join the threads; in a forked child there are none."""
         if os.getpid() != self.process:
             return
-        self._release(_start_close(self.control, self.workers, self._sleepers.ctypes.data))
+        threads = len(self._semaphores)
+        self._release(_start_close(self._control, self._workers, threads, self._sleepers_address))
         for worker in self._threads:
             worker.join()
 
@@ -182,25 +233,35 @@ class _Crew:
 
 
 class Team:
-    """Runs a job on a fixed number of threads, the caller's included.
+    """Runs a job on a number of threads, the caller's included.
 
     Owns the threads, which start with the first call and, after a fork, anew in the child; does not own what
     the job works on. Calls must not overlap. Threads end with `close`, or when the team is collected.
     """
 
-    def __init__(self, threads: int, job: int) -> None:
-        """`job` is the address of a compiled `void(int64 argument, int64 worker)`; worker is a `WORKER`."""
+    def __init__(self, threads: int, job: int, size: TeamSize | None = None) -> None:
+        """`job` is the address of a compiled `void(int64 argument, int64 worker)`; worker is a `WORKER`.
+        `size` decides how many threads work; None: always all."""
         self.threads = threads
+        self._size = size
         self._job = job
         self._crew: _Crew | None = None
         self._finalizer: weakref.finalize[..., Team] | None = None
 
-    def run(self, argument: int) -> None:
-        """Run job(argument, worker) on every thread; returns when all are done."""
+    def run(self, argument: int) -> int:
+        """Run job(argument, worker); returns when the threads are done, and how many they were."""
         crew = self._crew
         if crew is None or crew.process != os.getpid():
             crew = self._assemble()
-        crew.run(argument)
+        size = self._size
+        if size is None:
+            crew.run(argument, self.threads)
+            return self.threads
+        threads = size.working
+        started = time.perf_counter()
+        waited_s = crew.run(argument, threads)
+        size.observe(time.perf_counter() - started, waited_s)
+        return threads
 
     def close(self) -> None:
         """End the threads; a later `run` starts new ones. Idempotent."""

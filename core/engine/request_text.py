@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mvllm.core.request import SamplingParams
@@ -54,11 +54,13 @@ class RequestText:
     def advance(self, token_id: TokenId, *, search: bool) -> TextStep:
         """Add a token. Without `search` its text passes unexamined (output still below min_tokens)."""
         decoder_state, delta = self.decoder.advance(self.decoder_state, token_id)
-        after = replace(self, decoder_state=decoder_state)
         if self.stops is None or not search:
-            return TextStep(after, delta)
+            return TextStep(self._after(decoder_state, self.stop_state), delta)
         stop_state, text, matched = self.stops.advance(self.stop_state, delta)
-        return TextStep(replace(after, stop_state=stop_state), text, matched)
+        return TextStep(self._after(decoder_state, stop_state), text, matched)
+
+    def _after(self, decoder_state: Any, stop_state: StopState) -> RequestText:
+        return RequestText(self.decoder, self.stops, decoder_state, stop_state)
 
     def finish(self, *, search: bool) -> tuple[str, str | None]:
         """The held-back text at the end of the output, and the stop string it completes, if any."""

@@ -71,15 +71,16 @@ class EngineTotals:
     def with_step(self, step: StepStats, seconds: float) -> EngineTotals:
         if step.num_rows == 0:
             return self
-        return replace(
-            self,
+        return EngineTotals(  # three times as quick as `replace`
             num_steps=self.num_steps + 1,
             num_tokens=self.num_tokens + step.num_tokens,
             num_prefill_tokens=self.num_prefill_tokens + step.num_prefill_tokens,
             num_output_tokens=self.num_output_tokens + step.num_output_tokens,
             num_cached_tokens=self.num_cached_tokens + step.num_cached_tokens,
             num_preemptions=self.num_preemptions + step.num_preemptions,
+            num_ended=self.num_ended,
             seconds=self.seconds + seconds,
+            speculation=self.speculation,
         )
 
     def with_end(self, reason: FinishReason) -> EngineTotals:

@@ -19,6 +19,7 @@ from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.jit import native_function
 from mvllm.backends.cpu.pointers import i64_at
 from mvllm.backends.cpu.team import Team, meet, worker_at
+from mvllm.backends.cpu.team_size import TeamSize
 
 ROUNDS = 50
 
@@ -42,6 +43,13 @@ def job() -> Iterator[int]:
 def seen_by_threads(threads: int, rounds: int) -> list[int]:
     """What every thread adds up if nobody passes a barrier early: threads, 2 threads, 3 threads, ..."""
     return [threads * rounds * (rounds + 1) // 2] * threads
+
+
+class FixedSize(TeamSize):
+    """So many work, whatever they report."""
+
+    def observe(self, seconds: float, waited_s: float) -> None:
+        """Decide nothing."""
 
 
 def words() -> NDArray[np.int64]:
@@ -68,6 +76,36 @@ def test_all_threads_work_and_none_passes_a_barrier_early(threads: int, job: int
             team.run(counts.ctypes.data)
             assert counts[0] == threads * ROUNDS, run
             assert counts[1 : 1 + threads].tolist() == seen_by_threads(threads, ROUNDS)
+
+
+@pytest.mark.parametrize("numbers", [(3, 1, 2, 3), (1, 3, 2, 2), (2, 2, 1, 1, 3)])
+def test_a_call_may_count_on_fewer_threads(numbers: tuple[int, ...], job: int) -> None:
+    size = FixedSize(3)
+    with closing(Team(3, job, size)) as team:
+        for working in numbers:
+            size.working = working
+            counts = words()
+            assert team.run(counts.ctypes.data) == working
+            assert counts[1:4].tolist() == seen_by_threads(working, ROUNDS) + [0] * (3 - working)
+
+
+def test_a_thread_that_is_not_needed_goes_to_sleep_and_comes_back(job: int) -> None:
+    size = FixedSize(2)
+    with closing(Team(2, job, size)) as team:
+        team.run(words().ctypes.data)
+        crew = team._crew
+        assert crew is not None
+        size.working = 1
+
+        def asleep_though_called() -> bool:
+            team.run(words().ctypes.data)
+            return crew.asleep() == 1
+
+        wait_until(asleep_though_called)
+        size.working = 2
+        counts = words()
+        team.run(counts.ctypes.data)
+        assert counts[1:3].tolist() == seen_by_threads(2, ROUNDS)
 
 
 def test_idle_threads_sleep_and_are_woken_by_the_next_call(job: int) -> None:

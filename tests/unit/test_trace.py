@@ -77,7 +77,12 @@ def test_other_spans_have_tracks_of_their_own_and_stand_behind_their_step(
     trace.stage("forward")
     now = trace._clock_ns()
     trace.spans(
-        "thread 0", ['linear "q"', "wait"], ["linear", "wait"], [now, now + 500], [now + 500, now + 700]
+        "thread 0",
+        ['linear "q"', "wait"],
+        ["linear", "wait"],
+        [now, now + 500],
+        [now + 500, now + 700],
+        [(("shape", "[2, 3]"), ("bytes", 6)), ()],
     )
     trace.end_step(1, 1)
     trace.close()
@@ -87,9 +92,30 @@ def test_other_spans_have_tracks_of_their_own_and_stand_behind_their_step(
     linear, wait = spans_in(path, "linear")[0], spans_in(path, "wait")[0]
     assert linear["tid"] == wait["tid"] == tracks["thread 0"] != tracks["engine"]
     assert linear["dur"] == 0.5
+    assert linear["args"] == {"shape": "[2, 3]", "bytes": 6}
+    assert "args" not in wait
     forward = spans_in(path, STAGE)[0]
     assert forward["ts"] <= linear["ts"]
     assert wait["ts"] + wait["dur"] <= forward["ts"] + forward["dur"]
+
+
+def test_work_left_to_the_end_of_a_step_shows_in_none_of_its_spans(trace: FileTrace, path: Path) -> None:
+    ends: list[int] = []
+
+    def tell() -> None:
+        ends.append(trace._clock_ns())
+        trace.spans("thread 0", ["norm"], ["norm"], [ends[0] - 100], [ends[0]])
+
+    trace.start_step()
+    trace.stage("forward")
+    trace.when_done(tell)
+    trace.end_step(1, 1)
+    run_step(trace, "forward")
+    trace.close()
+    assert len(ends) == 1
+    [norm] = spans_in(path, "norm")
+    step = spans_in(path, STEP)[0]
+    assert norm["ts"] + norm["dur"] > step["ts"] + step["dur"]
 
 
 def test_the_file_is_whole_after_every_write(
@@ -139,7 +165,8 @@ def test_a_file_that_is_lost_later_costs_the_trace_not_the_run(
 def test_without_a_trace_nothing_is_kept() -> None:
     NO_TRACE.start_step()
     NO_TRACE.stage("plan")
-    NO_TRACE.spans("thread 0", ["linear"], ["linear"], [0], [1])
+    NO_TRACE.when_done(lambda: pytest.fail("nobody is told"))
+    NO_TRACE.spans("thread 0", ["linear"], ["linear"], [0], [1], [(("bytes", 1),)])
     NO_TRACE.end_step(1, 1)
     NO_TRACE.close()
     assert not NO_TRACE.enabled
