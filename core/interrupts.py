@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -11,6 +12,10 @@ _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1") if hasattr(signal, name)
 ]
 """Those whose handlers are likely to raise: Ctrl-C, a request to end, a deadline."""
+
+# The functions of `signal` look every handler up in an enumeration, and raise and catch an exception for each
+# that is not in it. Those that they wrap do not, and steps are short.
+_bare: Any = sys.modules.get("_signal", signal)
 
 
 class HoldInterrupts:
@@ -29,10 +34,10 @@ class HoldInterrupts:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:
-            handler = signal.getsignal(number)
+            handler = _bare.getsignal(number)
             if callable(handler):
                 self._handlers[number] = handler
-                signal.signal(number, self._hold)
+                _bare.signal(number, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._held.append((number, frame))
@@ -41,6 +46,6 @@ class HoldInterrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            _bare.signal(number, handler)
         for number, frame in self._held:
             self._handlers[number](number, frame)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu.attention import scratch_bytes, state_bytes
 from mvllm.backends.cpu.attention_plan import STATES_BYTES, most_items, most_splits
 from mvllm.backends.cpu.link import LinkedProgram
-from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
+from mvllm.backends.cpu.memory import LINE_BYTES, address_of, aligned_zeros
 from mvllm.backends.cpu.prepare import LIMITS, BatchFault, prepare_step
 from mvllm.backends.cpu.tables import ITEM, SPLIT, STEP, Regime, regime_of
 from mvllm.core.errors import InvariantViolation
@@ -103,7 +103,7 @@ class StepInputs:
             num_logit_rows=num_logit_rows,
             table_width=batch.block_tables.shape[1],
             regime=regime_of(num_tokens, num_logit_rows),
-            **{name: array.ctypes.data for name, array in zip(_ARRAYS, self._arrays, strict=True)},
+            **{name: address_of(array) for name, array in zip(_ARRAYS, self._arrays, strict=True)},
         )
         fault = prepare_step(self.address, self._limits_address)
         if fault != BatchFault.NONE:

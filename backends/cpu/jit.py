@@ -35,11 +35,10 @@ from mvllm.core.interrupts import HoldInterrupts
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False, "fastmath": False}
-_NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _PACKAGE = __name__.removesuffix("jit")
 _KEEP_UNUSED_S = 30 * 24 * 3600  # how long a folder of other sources survives without use
 
-_C_TYPES = {
+_C_TYPES: dict[str, Any] = {
     "void": None,
     "boolean": ctypes.c_bool,
     "int32": ctypes.c_int32,
@@ -104,7 +103,8 @@ def _for_numba(signature: str, function: Callable[..., Any]) -> Any:
     """Compiled as part of what calls it; nothing of it is kept."""
     import numba
 
-    return numba.njit(signature, **_NO_WRAPPERS, **_OPTIONS)(function)
+    options: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(signature, **options)(function)
 
 
 def native_function(signature: str, function: Callable[..., Any]) -> NativeFunction:

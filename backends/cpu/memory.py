@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +12,8 @@ from mvllm.core.errors import CapacityError
 from mvllm.core.types import ceil_div
 
 LINE_BYTES = 64
+
+_NOTHING = ctypes.c_char * 0
 
 
 def aligned_zeros(nbytes: int, purpose: str) -> NDArray[np.uint8]:
@@ -23,6 +28,13 @@ def aligned_zeros(nbytes: int, purpose: str) -> NDArray[np.uint8]:
         raise CapacityError(f"{purpose}, bytes", needed=nbytes, available=0) from None
     start = -memory.ctypes.data % LINE_BYTES
     return memory[start : start + nbytes]
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where a contiguous array begins; for writable ones several times as quick as `array.ctypes.data`."""
+    if array.flags.writeable:
+        return ctypes.addressof(_NOTHING.from_buffer(array))
+    return int(array.ctypes.data)
 
 
 def round_up(nbytes: int, multiple: int = LINE_BYTES) -> int:

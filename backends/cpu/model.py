@@ -41,29 +41,27 @@ from mvllm.core.types import BlockId
 
 
 class _Sampling:
-    """Owns the sampler's parameter table and scratch."""
+    """Owns the sampler's parameter table and scratch; `logits` is where its input will lie, f32[S, V]."""
 
-    def __init__(self, vocab_size: int, threads: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, threads: int, logits: NDArray[np.float32]) -> None:
         self._stride = sampler_scratch_bytes(vocab_size)
         self._scratch = aligned_zeros(threads * self._stride, "sampler scratch")
         self._table = np.zeros(NUM_COLUMNS, np.int64)
         self._addresses = Addresses()
+        self._fixed = {
+            "logits": logits.ctypes.data,
+            "row_stride": logits.strides[0] // logits.itemsize,
+            "vocab": vocab_size,
+            "scratch": self._scratch.ctypes.data,
+            "scratch_stride": self._stride,
+        }
         self.address: int = self._table.ctypes.data
 
-    def set(self, sampling: SamplingArrays, logits: NDArray[np.float32]) -> StepOutput:
+    def set(self, sampling: SamplingArrays) -> StepOutput:
         """Fill the table for a batch; returns the output that the sampler will write into."""
         output = empty_output(sampling)
         pack_parameters(
-            self._table,
-            logits=logits.ctypes.data,
-            row_stride=logits.strides[0] // logits.itemsize,
-            vocab=self._vocab_size,
-            sampling=sampling,
-            output=output,
-            scratch=self._scratch.ctypes.data,
-            scratch_stride=self._stride,
-            addresses=self._addresses,
+            self._table, sampling=sampling, output=output, addresses=self._addresses, **self._fixed
         )
         return output
 
@@ -86,7 +84,8 @@ class _Resources:
             self.weights.finish()
         self._tapped: LinkedProgram | None = None
         self.inputs = StepInputs(spec, geometry, threads)
-        self.sampling = _Sampling(spec.vocab_size, threads)
+        logits = self.linked.rows(self.linked.program.logits, 1)
+        self.sampling = _Sampling(spec.vocab_size, threads, logits)
         self.team = Team(threads, program_runner(), TeamSize(threads) if adaptive else None)
         self._trace: StepTrace | None = None
 
@@ -110,7 +109,7 @@ class _Resources:
         trace, linked = self._trace, self.linked
         if trace is not None:
             trace.begin()
-        output = self.sampling.set(batch.sampling, linked.rows(linked.program.logits, len(batch.logit_rows)))
+        output = self.sampling.set(batch.sampling)
         times = 0 if trace is None else trace.address
         self.inputs.set_program(linked, len(linked.program.instructions), self.sampling.address, times)
         self.inputs.set_batch(batch)

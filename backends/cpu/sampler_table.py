@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from mvllm.backends.cpu.memory import round_up
+from mvllm.backends.cpu.memory import address_of, round_up
 from mvllm.core.errors import InvariantViolation
 from mvllm.core.sampling.sampler import NO_TOKEN
 from mvllm.core.step import SamplingArrays, StepOutput
@@ -67,14 +67,20 @@ def empty_output(sampling: SamplingArrays) -> StepOutput:
     """A StepOutput for the rows of `sampling`, filled as for rows that ask for nothing."""
     rows, width = len(sampling.temperature), max(0, int(sampling.num_logprobs.max(initial=0)))
     return StepOutput(
-        tokens=np.full(rows, NO_TOKEN, np.int32),
+        tokens=_no_tokens(rows),
         status=np.zeros(rows, np.int32),
         logprob=np.zeros(rows, np.float32),
         rank=np.zeros(rows, np.int32),
         target_logprob=np.zeros(rows, np.float32),
-        top_tokens=np.full((rows, width), NO_TOKEN, np.int32),
+        top_tokens=_no_tokens(rows, width),
         top_logprobs=np.zeros((rows, width), np.float32),
     )
+
+
+def _no_tokens(*shape: int) -> NDArray[np.int32]:
+    tokens = np.empty(shape, np.int32)
+    tokens.fill(NO_TOKEN)
+    return tokens
 
 
 class Addresses:
@@ -127,4 +133,4 @@ def _address(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> int:
         raise InvariantViolation(
             f"sampler: {name} must be packed {dtype}, got {array.dtype} with strides {array.strides}"
         )
-    return int(array.ctypes.data)
+    return address_of(array)

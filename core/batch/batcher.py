@@ -97,7 +97,8 @@ class Batcher:
             )
         self._packed = packed
         width = max([len(table) for table, _ in packed.values()], default=0)
-        out = np.full((len(rows), width), -1, np.int32)
+        out = np.empty((len(rows), width), np.int32)
+        out.fill(-1)
         for index, (table, ids_array) in enumerate(packed.values()):
             out[index, : len(table)] = ids_array
         return out
