@@ -1,182 +1,187 @@
-"""mvllm and llama.cpp side by side on one GGUF file: medians of ratios, pair by pair.
+"""mvllm and llama.cpp side by side on one GGUF file: medians of ratios, round by round.
 
-    python -m mvllm.bench.peers.llama_cpp MODEL.gguf --peer-python OTHER_ENVIRONMENT/bin/python
-
-llama.cpp runs in an environment of its own, made with
-
-    CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python numpy
-
-The two take turns (A B A B), so that a slow minute of the machine hits both; pairs during which other
-processes used more than `--max-foreign` of a core are dropped.
+The two take turns, so that a slow minute of the machine hits both. llama.cpp runs in an environment of its
+own with the package llama-cpp-python.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+import contextlib
 import os
-import platform
-import statistics
-import subprocess
-from dataclasses import dataclass, field
-from importlib.metadata import version
+import signal
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import click
-import numpy as np
 
-from mvllm.bench.peers.foreign_load import ForeignLoad
-from mvllm.bench.peers.ours import Ours
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What one row of the table measures."""
-
-    name: str
-    sequences: int
-    context: int  # prompt tokens of each sequence
-    steps: int  # decode steps; 0: the prompt itself is measured
-
-
-@dataclass
-class Pairs:
-    """Rates in tokens per second, pair by pair."""
-
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-    dropped: int = 0
-
-    def ratio(self) -> float:
-        return statistics.median(a / b for a, b in zip(self.ours, self.theirs, strict=True))
-
-
-class Peer:
-    """The llama.cpp process."""
-
-    def __init__(self, python: str, model: str, threads: int) -> None:
-        worker = Path(__file__).with_name("llama_worker.py")
-        self.process = subprocess.Popen(
-            # Isolated: a neighbour of the worker has the name of the package that it imports.
-            [python, "-I", str(worker), model, str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
-        self.version = self._read()["version"]
-
-    def measure(self, order: dict[str, Any]) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return float(self._read()["tokens_per_second"])
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise click.ClickException("the llama.cpp process ended; is llama-cpp-python installed there?")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-def _workloads(prefill: str, decode_context: str, sequences: str) -> list[Workload]:
-    rows = [Workload(f"decode, context {n}", 1, n, 64) for n in map(int, decode_context.split(","))]
-    rows += [Workload(f"{n} sequences", n, 128, 32) for n in map(int, sequences.split(","))]
-    rows += [Workload(f"prefill {n}", 1, n, 0) for n in map(int, prefill.split(","))]
-    return rows
-
-
-def _measure_pair(ours: Ours, peer: Peer, load: Workload, seed: int) -> tuple[float, float]:
-    rng = np.random.default_rng(seed)
-    prompts = rng.integers(0, ours.vocab_size, (load.sequences, load.context)).tolist()
-    if load.steps == 0:
-        return ours.prefill(prompts[0]), peer.measure({"measure": "prefill", "prompt": prompts[0]})
-    order = {"measure": "decode", "prompts": prompts, "steps": load.steps}
-    return ours.decode(prompts, load.steps), peer.measure(order)
+from mvllm.backends.cpu.threads import default_threads
+from mvllm.bench.compare.plot import check_plot
+from mvllm.bench.peers.plot import write_plot
+from mvllm.bench.peers.report import report, start_table, table
+from mvllm.bench.peers.results import Results, Summary, counts, summarize
+from mvllm.bench.peers.rounds import Round
+from mvllm.bench.peers.session import Plan, bytes_read_per_step, engine_commands, measure
+from mvllm.bench.peers.workloads import DEFAULT_CASES, parse_cases
+from mvllm.core.errors import ConfigError, MvllmError
+from mvllm.core.load.checkpoint import load_checkpoint
 
 
 @click.command(help=__doc__)
-@click.argument("model", type=click.Path(exists=True, dir_okay=False))
-@click.option("--peer-python", required=True, help="Python of the environment with llama-cpp-python.")
-@click.option("--threads", default=2, show_default=True, help="For both.")
-@click.option("--prefill", default="256", show_default=True, help="Prompt lengths, with commas.")
-@click.option("--decode-context", default="128", show_default=True, help="Context lengths, with commas.")
-@click.option("--sequences", default="8", show_default=True, help="Numbers of sequences, with commas.")
-@click.option("--pairs", default=7, show_default=True, help="Measured pairs of each row, after one warm-up.")
-@click.option("--max-foreign", default=0.2, show_default=True, help="Drop pairs above this foreign load.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--peer-python", metavar="PYTHON", help="Python of the environment with llama-cpp-python.")
+@click.option("--no-peer", is_flag=True, help="Measure mvllm alone.")
+@click.option("--threads", type=click.IntRange(1), help="Of each; default: as many as mvllm would take.")
+@click.option(
+    "--cases",
+    default=DEFAULT_CASES,
+    show_default=True,
+    help="What to measure, with commas: decode-CONTEXT, prefill-TOKENS, sequences-NUMBER.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Rounds of each case that must count; at most twice as many are tried.",
+)
+@click.option(
+    "--sample-seconds",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Repeat a case for so long in every measurement.",
+)
+@click.option(
+    "--max-foreign",
+    type=click.FloatRange(0),
+    default=0.2,
+    show_default=True,
+    help="Drop rounds in which other processes took more than this share of a core.",
+)
+@click.option("--seconds", type=click.FloatRange(0), help="Start no new round after so many seconds.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Keep the results here after every round; rounds that an equal run has left here count.",
+)
+@click.option(
+    "--report",
+    "report_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.md",
+    help="Write a report in Markdown.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.svg",
+    help="Draw tokens per second as SVG.",
+)
 def main(
-    model: str,
-    peer_python: str,
-    threads: int,
-    prefill: str,
-    decode_context: str,
-    sequences: str,
-    pairs: int,
+    model: Path,
+    peer_python: str | None,
+    no_peer: bool,
+    threads: int | None,
+    cases: str,
+    rounds: int,
+    sample_seconds: float,
     max_foreign: float,
-    as_json: bool,
+    seconds: float | None,
+    json_file: Path | None,
+    report_file: Path | None,
+    plot: Path | None,
 ) -> None:
-    loads = _workloads(prefill, decode_context, sequences)
-    longest = max(load.context + load.steps + 64 for load in loads)
-    ours, peer = Ours(model, threads, longest + 64), Peer(peer_python, model, threads)
-    results: dict[str, Pairs] = {}
+    if no_peer == (peer_python is not None):
+        raise click.UsageError("give either --peer-python or --no-peer")
     try:
-        for load in loads:
-            results[load.name] = _run(ours, peer, load, pairs, max_foreign)
+        for path in (json_file, report_file):
+            if path is not None and not path.parent.is_dir():
+                raise ConfigError(f"the folder of {path} does not exist")
+        if plot is not None:
+            check_plot(plot)
+        plan = Plan(
+            model,
+            threads or default_threads(),
+            tuple(parse_cases(cases)),
+            rounds,
+            sample_seconds,
+            max_foreign,
+            seconds,
+        )
+        checkpoint = load_checkpoint(model)
+        results = Results(json_file)
+        with _termination_as_exit():
+            measure(
+                plan,
+                engine_commands(plan, peer_python),
+                checkpoint,
+                results,
+                tell=lambda round: click.echo(_line(round, max_foreign), err=True),
+            )
+        _show(plan, results, bytes_read_per_step(checkpoint.weights), report_file, plot)
+    except MvllmError as error:
+        raise click.ClickException(str(error)) from error
+    left = plan.missing(results)
+    if left:
+        more = "" if json_file is None else ": give the same command again"
+        click.echo(f"{left} rounds are left{more}", err=True)
+
+
+def _show(
+    plan: Plan, results: Results, weight_bytes: int, report_file: Path | None, plot: Path | None
+) -> None:
+    summaries = _summaries(plan, results, weight_bytes)
+    click.echo(table(summaries))
+    click.echo(start_table(results.starts))
+    if plot is not None:
+        write_plot(summaries, f"{plan.model.name}, {plan.threads} threads", plot)
+    if report_file is not None:
+        text = report(
+            results.facts,
+            summaries,
+            results.starts,
+            sys.argv[1:],
+            weight_bytes=weight_bytes,
+            sample_seconds=plan.sample_seconds,
+            max_foreign=plan.max_foreign,
+            plot=None if plot is None else os.path.relpath(plot, report_file.parent),
+        )
+        report_file.write_text(text)
+
+
+def _summaries(plan: Plan, results: Results, weight_bytes: int) -> Sequence[Summary]:
+    """Of every case that has been measured, earlier runs included."""
+    names = ",".join(dict.fromkeys(round.case for round in results.rounds))
+    cases = sorted(parse_cases(names), key=lambda case: case.place) if names else []
+    return [summarize(case.name, results.rounds, plan.max_foreign, weight_bytes) for case in cases]
+
+
+def _line(round: Round, max_foreign: float) -> str:
+    load = "?" if round.foreign_load is None else f"{round.foreign_load:.2f}"
+    rates = f"mvllm {round.ours.rate:.1f} tokens/s"
+    if round.theirs is not None:
+        ratio = round.ours.rate / round.theirs.rate
+        rates += f", llama.cpp {round.theirs.rate:.1f}, ratio {ratio:.2f}"
+    end = "" if counts(round, max_foreign) else ": dropped"
+    return f"{round.case}: {rates}, {round.bandwidth / 1e9:.1f} GB/s, foreign load {load}{end}"
+
+
+@contextlib.contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """A termination signal ends the program as an interrupt does, with everything closed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
     finally:
-        peer.close()
-        ours.close()
-    _print(model, threads, peer.version, results, as_json=as_json)
-
-
-def _run(ours: Ours, peer: Peer, load: Workload, pairs: int, max_foreign: float) -> Pairs:
-    result = Pairs()
-    _measure_pair(ours, peer, load, seed=0)
-    for number in range(1, pairs + 1):
-        foreign = ForeignLoad([os.getpid(), peer.process.pid])
-        rates = _measure_pair(ours, peer, load, seed=number)
-        load_now = foreign.measure()
-        if load_now is not None and load_now > max_foreign:
-            result.dropped += 1
-            continue
-        result.ours.append(rates[0])
-        result.theirs.append(rates[1])
-    return result
-
-
-def _print(model: str, threads: int, peer_version: str, results: dict[str, Pairs], *, as_json: bool) -> None:
-    facts = {
-        "model": Path(model).name,
-        "threads": threads,
-        "mvllm": version("mvllm-engine"),
-        "numba": version("numba"),
-        "llama-cpp-python": peer_version,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "date": datetime.date.today().isoformat(),
-    }
-    if as_json:
-        rows = {
-            name: {"ours": p.ours, "llama.cpp": p.theirs, "dropped": p.dropped} for name, p in results.items()
-        }
-        click.echo(json.dumps({**facts, "tokens_per_second": rows}))
-        return
-    for name, value in facts.items():
-        click.echo(f"{name:18} {value}")
-    click.echo(f"\n| tokens/s | mvllm | llama.cpp | ratio | pairs kept |\n|{'---|' * 5}")
-    for name, pair in results.items():
-        if not pair.ours:
-            click.echo(f"| {name} | - | - | - | 0 of {pair.dropped} |")
-            continue
-        kept = f"{len(pair.ours)} of {len(pair.ours) + pair.dropped}"
-        ours, theirs = statistics.median(pair.ours), statistics.median(pair.theirs)
-        click.echo(f"| {name} | {ours:.1f} | {theirs:.1f} | {pair.ratio():.2f} | {kept} |")
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":
