@@ -18,7 +18,7 @@ from mvllm.backends.cpu.clock import now_ns
 from mvllm.backends.cpu.jit import kernel, native_function
 from mvllm.backends.cpu.linear import embed_row, matmul, quantize_row
 from mvllm.backends.cpu.memory import LINE_BYTES
-from mvllm.backends.cpu.pointers import call_operation, i32_at, record_at
+from mvllm.backends.cpu.pointers import call_operation, i32_at, i64_at, record_at
 from mvllm.backends.cpu.program import Kind
 from mvllm.backends.cpu.sampler import sample_rows
 from mvllm.backends.cpu.tables import (

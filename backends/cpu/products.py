@@ -32,12 +32,12 @@ def _emit_tile(
 
     def emit(count: int) -> None:
         if format_name in DENSE:
-            layout, unused = DENSE[format_name], I64(0)
             weights, *rest = addresses_and_sizes
-            dense_kernels.emit_dense_tile(emitter, isa, layout, 1, count, weights, unused, *rest)
+            dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], 1, count, weights, I64(0), *rest)
         else:
-            layout = QUANTIZED[format_name]
-            quantized_kernels.emit_tile(emitter, isa, layout, records, count, *addresses_and_sizes)
+            quantized_kernels.emit_tile(
+                emitter, isa, QUANTIZED[format_name], records, count, *addresses_and_sizes
+            )
 
     emit_for_count(emitter, tokens, form_of(format_name, isa, records).tile_tokens, emit)
 

@@ -232,5 +232,5 @@ def _make_stack_memory() -> Any:
     return intrinsic(prefer_literal=True)(stack_memory)
 
 
-stack_memory = Deferred(_make_stack_memory)
+stack_memory: Any = Deferred(_make_stack_memory)
 """Address of `nbytes`, a constant, on the stack of the function under compilation, at the start of a line."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import click
@@ -121,7 +122,9 @@ class AttentionAlone:
         order = rng.permutation(geometry.num_blocks).astype(np.int32)
         self._batches = [_batch(load, table) for table in order.reshape(copies, load.rows, -1)]
         queries, program = _program(heads, self.layers)
-        self._linked = Linker(spec, geometry, PackedWeights(), self._pool, threads).link(program)
+        with ThreadPoolExecutor() as packers:  # of nothing: the program has no weights
+            linker = Linker(spec, geometry, PackedWeights(packers), self._pool, threads)
+        self._linked = linker.link(program)
         rows = self._linked.rows(queries, load.rows * load.chunk)
         rows[...] = rng.standard_normal(rows.shape)
         self._inputs = StepInputs(spec, geometry, threads)
@@ -198,7 +201,8 @@ def measure(
     """Run a case for about `seconds` in all, reading memory in between."""
     alone = AttentionAlone(heads, load, dtype, threads)
     alone.step()
-    times, rates = [], []
+    times: list[float] = []
+    rates: list[float] = []
     start = time.perf_counter()
     while len(times) < 3 or time.perf_counter() - start < seconds:
         rates.append(bandwidth.measure())

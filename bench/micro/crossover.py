@@ -97,9 +97,11 @@ def shapes_of(checkpoint: Checkpoint) -> list[ProductShape]:
     recorder = Recorder(sensitive_weights(checkpoint.weights))
     forward(recorder, checkpoint.spec, checkpoint.weights)
     products = [node.operation for node in recorder.nodes if isinstance(node.operation, Linear)]
-    shapes = [
-        ProductShape(p.weight.format_name, *p.weight.shape, records=p.activations or NARROW) for p in products
-    ]
+    shapes = []
+    for product in products:
+        rows, inputs = product.weight.shape
+        records = product.activations or NARROW
+        shapes.append(ProductShape(product.weight.format_name, rows, inputs, records))
     return list(dict.fromkeys(shapes))
 
 
@@ -128,7 +130,7 @@ def _multiply_all(argument: Any, worker: Any) -> None:
     first, last = job[_BLOCKS] * w.thread // w.threads, job[_BLOCKS] * (w.thread + 1) // w.threads
     for index in range(job[_COUNT]):
         for token in range(0, job[_TOKENS], job[_AT_ONCE]):
-            linear.matmul(
+            linear.matmul(  # type: ignore[no-untyped-call]
                 i64_at(job[_DESCRIPTORS])[index],
                 job[_ACTIVATIONS] + token * job[_STRIDE],
                 job[_STRIDE],

@@ -19,8 +19,8 @@ from mvllm.core.errors import InvariantViolation
 from tests.cpu_attention import Case, PagedAttention, expected_attention, random_sequence
 
 TOLERANCE = 6e-6
-"""Absolute, for outputs of about 1 from scores of up to 8, each a chain of head_dim roundings. KV in float16 is
-rounded beforehand, so it has the same."""
+"""Absolute, for outputs of about 1 from scores of up to 8, each a chain of head_dim roundings. KV in float16
+is rounded beforehand, so it has the same."""
 
 CASES = st.builds(
     Case,
