@@ -10,6 +10,7 @@ from mvllm.core.types import ceil_div
 
 WINDOW = 16  # latest samples kept of each kind of step
 TOKEN_SLOPE = 0.04  # of a plain step's time, for each token more, before any such step was seen
+TRUSTED = 2  # samples of the drafter's cost before it is believed
 CLIP = 2.0  # a sample counts as at most so many times what was expected
 EXACT_BITS = 5  # steps of up to 2**5 - 1 tokens are told apart exactly
 SMALL_CATCH_UP = 16  # tokens of a row that count as part of an ordinary pass
@@ -27,6 +28,12 @@ class _Samples:
     def add(self, value: float) -> None:
         self._values.append(value)
         self.low = sorted(self._values)[len(self._values) // 4]
+
+    @property
+    def hoped(self) -> float:
+        """`low`, less while there are few values: a first pass is slow by itself, with memory never touched
+        before, and whoever believes it never makes a second one."""
+        return self.low * min(1.0, len(self._values) / TRUSTED)
 
 
 class ForwardCurve:
@@ -130,7 +137,7 @@ class DraftCosts:
             if not self._passes:
                 return 0.0
             samples = self._passes[min(self._passes, key=lambda other: (abs(other - group), other))]
-        return samples.low
+        return samples.hoped
 
     def pass_table(self, rows: int) -> list[float]:
         """Seconds of passes over 0, 1, ..., `rows` rows, never falling."""
