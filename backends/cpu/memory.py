@@ -33,7 +33,8 @@ def aligned_zeros(nbytes: int, purpose: str) -> NDArray[np.uint8]:
 def address_of(array: NDArray[Any]) -> int:
     """Where a contiguous array begins; for writable ones several times as quick as `array.ctypes.data`."""
     if array.flags.writeable:
-        return ctypes.addressof(_NOTHING.from_buffer(array))  # type: ignore[arg-type]  # an array is a buffer
+        buffer: Any = array  # NumPy's stubs know it as one from Python 3.12 on
+        return ctypes.addressof(_NOTHING.from_buffer(buffer))
     return int(array.ctypes.data)
 
 

@@ -86,10 +86,12 @@ class SharedEngine:
                 raise
 
     def take_event(self, collector: OutputCollector) -> Event | None:
-        """The oldest event kept for a group that has not been taken yet."""
-        with self._alone():
-            events = self._events.get(collector.group_id)
-            return events.popleft() if events else None
+        """The oldest event kept for a group that has not been taken yet; only the group's owner takes any.
+
+        Needs no lock: a step only appends, and an end of a deque belongs to one thread.
+        """
+        events = self._events.get(collector.group_id)
+        return events.popleft() if events else None
 
     def forget(self, collector: OutputCollector) -> None:
         """Cancel what still runs of a group, so that its collector is finished, and drop all record of it;
