@@ -125,9 +125,10 @@ def native_function(signature: str, function: Callable[..., Any]) -> NativeFunct
 
         compiled: Any = numba.cfunc(signature, **_OPTIONS)(function)
     if folder is not None:
+        # Numba has no public way to its object files; without this one only the cache would be lost.
         try:
             write(folder, key, ObjectCode(compiled.native_name, compiled._library._get_compiled_object()))
-        except OSError as error:
+        except (OSError, AttributeError, RuntimeError) as error:
             _warn_once(str(error))
     return NativeFunction(signature, compiled.address, compiled, was_cached=False)
 
