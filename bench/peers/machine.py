@@ -20,7 +20,7 @@ def facts() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
         **{name: _version(name) for name in ("numba", "llvmlite", "numpy")},
-        "mvllm": f"{mvllm.__version__}, sources {_sources()}",
+        "mvllm": mvllm.__version__,
         "date": datetime.date.today().isoformat(),
     }
 
@@ -44,8 +44,8 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _sources() -> str:
-    """Hash of the engine's sources: two trees of the same version may differ."""
+def sources() -> str:
+    """Hash of the sources that this process imports: two trees of the same version may differ."""
     digest = hashlib.sha256()
     for package in (mvllm.core, mvllm.backends):
         folder = Path(package.__path__[0])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mvllm.bench.peers import machine
 from mvllm.core.request import Request, SamplingParams
 from mvllm.core.step import TokensOut
 from mvllm.core.types import RequestId, ceil_div
@@ -35,7 +36,11 @@ class MvllmEngine:
         )
         from mvllm.backends.cpu import isa
 
-        self.facts = {"instruction set": isa.selected().name, "KV type": self._llm.config.kv_dtype}
+        self.facts = {
+            "sources": machine.sources(),
+            "instruction set": isa.selected().name,
+            "KV type": self._llm.config.kv_dtype,
+        }
         self._prompts: Sequence[Sequence[int]] = ()
         self._steps = 0
         self._count = 0

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import mvllm
 from mvllm.core.errors import MvllmError
 
 WORKER = Path(__file__).with_name("worker.py")
 
+_IMPORTED_FROM = str(Path(mvllm.__file__).parent.parent)
 _PATIENCE_S = 2.0  # for a process that was asked to end
 
 
@@ -28,7 +31,8 @@ class EngineProcess:
 
     Args:
         name: for messages.
-        command: Python and its options; the worker, `engine_file` and `settings` are added.
+        command: Python and its options; the worker, `engine_file` and `settings` are added. Unless it is
+            isolated (-I), it imports the very mvllm that this process has.
 
     Raises:
         PeerFailed: the engine did not load.
@@ -44,6 +48,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env={**os.environ, "PYTHONPATH": _IMPORTED_FROM},
             )
         except OSError as error:
             raise PeerFailed(f"{name} can't be started with {command[0]}: {error.strerror}") from error

@@ -65,7 +65,8 @@ def engine_commands(plan: Plan, peer_python: str | None) -> list[EngineCommand]:
         # The prompts stay cached while sequences write behind them.
         "kv_tokens": max(case.sequences * (case.length + case.steps) for case in plan.cases),
     }
-    commands = [EngineCommand("mvllm", (sys.executable,), _FOLDER / "mvllm_engine.py", {**common, **pool})]
+    ours = (sys.executable, "-P")  # the worker's neighbours are no modules to import by their bare names
+    commands = [EngineCommand("mvllm", ours, _FOLDER / "mvllm_engine.py", {**common, **pool})]
     if peer_python is not None:
         # Isolated: no folder of this project may hide the package that it imports.
         python = (peer_python, "-I")

@@ -16,6 +16,7 @@ An order that fails is answered with {"error": "..."}. The process ends with its
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -87,7 +88,7 @@ def main() -> None:
     # An interrupt reaches every process of the terminal; this one ends with its owner.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What libraries print must not come between the answers.
-    with os.fdopen(os.dup(1), "w") as answers:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
 
         def answer(content: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mvllm.bench.peers import foreign_load
+from mvllm.bench.peers import foreign_load, machine
 from mvllm.bench.peers.bandwidth import ReadBandwidth
 from mvllm.bench.peers.foreign_load import ForeignLoad
 from mvllm.bench.peers.llama_cpp import main
@@ -440,7 +440,10 @@ def test_our_engine_alone_is_measured_and_reported(model: Path, tmp_path: Path) 
         assert f"| {name} |" in result.output
         assert f"| {name} |" in written
     assert "](plot.svg)" in written
-    assert len(Results(tmp_path / "results.json").rounds) == 3
+    results = Results(tmp_path / "results.json")
+    assert len(results.rounds) == 3
+    # What was measured is what is tested, not another installation.
+    assert results.facts["mvllm: sources"] == machine.sources()
 
 
 def test_the_command_wants_a_peer_or_none(model: Path) -> None:
