@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from mvllm.backends.cpu.isa import ISAS, Isa, half_to_float, prefetch_distance
 from mvllm.backends.cpu.layout import DENSE, DenseLayout
-from mvllm.backends.cpu.panel import Form, PanelShape, emit_start_sums, emit_store_sums
+from mvllm.backends.cpu.panel import Form, PanelShape, emit_prefetch_lines, emit_start_sums, emit_store_sums
 from mvllm.backends.cpu.vector import (
     F16,
     F32,
@@ -34,7 +34,8 @@ PANEL_SHAPE = PanelShape(blocks=2, tokens=6)
 CHUNK_INPUTS = 128
 """Inputs of a panel."""
 
-_UNROLL = 4  # inputs per loop step
+UNROLL = 4
+"""Inputs of a round of a tile's loop."""
 
 
 def load_floats(
@@ -64,11 +65,12 @@ def emit_dense_tile(
     out_stride: Value,
     inputs: Value,
     is_first: Value | None = None,
+    prefetch: Callable[[Value], None] | None = None,
 ) -> None:
     """out[token, block, lane] of adjacent row blocks and tokens; strides in bytes.
 
     With `is_first` the weights are a panel's, in the cache, and their products are added to `out` unless
-    `is_first` is 1.
+    `is_first` is 1; `prefetch(n)` is emitted in round n, of `UNROLL` inputs.
     """
     row_bytes = layout.value_bytes * isa.lanes
     starts = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(blocks)]
@@ -79,9 +81,11 @@ def emit_dense_tile(
         at = [emitter.offset(start, emitter.times(first_input, row_bytes)) for start in starts]
         x_offset = emitter.times(first_input, 4)
         xs = [emitter.offset(address, x_offset) for address in tokens_at]
-        if is_first is None:
+        if prefetch is None:
             for address in at:
                 emitter.prefetch(address, prefetch_distance(tokens), width * row_bytes)
+        elif width == UNROLL:
+            prefetch(emitter.builder.sdiv(first_input, I64(UNROLL)))
         for k in range(width):
             values = [load_floats(emitter, isa, layout, isa.lanes, address, k * row_bytes) for address in at]
             broadcast = [emitter.load_splat(F32, isa.lanes, x, 4 * k) for x in xs]
@@ -102,10 +106,10 @@ def _for_each_input(
     carried: list[Value],
     body: Callable[[Value, int, list[Value]], list[Value]],
 ) -> list[Value]:
-    """`carried = body(first input, number of inputs, carried)`, `_UNROLL` inputs at a time, then singly."""
-    steps = emitter.builder.sdiv(inputs, I64(_UNROLL))
-    carried = emitter.loop(steps, carried, lambda i, values: body(emitter.times(i, _UNROLL), _UNROLL, values))
-    done = emitter.times(steps, _UNROLL)
+    """`carried = body(first input, number of inputs, carried)`, `UNROLL` inputs at a time, then singly."""
+    steps = emitter.builder.sdiv(inputs, I64(UNROLL))
+    carried = emitter.loop(steps, carried, lambda i, values: body(emitter.times(i, UNROLL), UNROLL, values))
+    done = emitter.times(steps, UNROLL)
     left = emitter.builder.sub(inputs, done)
     return emitter.loop(left, carried, lambda i, values: body(emitter.offset(done, i), 1, values))
 
@@ -118,12 +122,8 @@ def emit_dense_unpack(
     block_stride: Value,
     scratch: Value,
     inputs: Value,
-    ahead: Value,
 ) -> None:
-    """Widen `inputs` inputs, at most CHUNK_INPUTS, of the panel whose first row block is at `weights`.
-
-    Asks for the memory `ahead` bytes on, where the next chunk is.
-    """
+    """Widen `inputs` inputs, at most CHUNK_INPUTS, of the panel whose first row block is at `weights`."""
     row_bytes = layout.value_bytes * isa.lanes
     for block in range(PANEL_SHAPE.blocks):
         source = emitter.offset(weights, emitter.times(block_stride, block))
@@ -133,7 +133,6 @@ def emit_dense_unpack(
             first: Value, width: int, carried: list[Value], source: Value = source, target: Value = target
         ) -> list[Value]:
             at = emitter.offset(source, emitter.times(first, row_bytes))
-            emitter.prefetch(emitter.offset(at, ahead), 0, width * row_bytes)
             to = emitter.offset(target, emitter.times(first, 4 * isa.lanes))
             for k in range(width):
                 value = load_floats(emitter, isa, layout, isa.lanes, at, k * row_bytes)
@@ -155,6 +154,7 @@ def dense_form(isa: Isa, layout: DenseLayout) -> Form:
         row_blocks=ROW_BLOCKS,
         tile_tokens=isa.max_tokens,
         panel=PANEL_SHAPE,
+        round_steps=UNROLL,
         chunk_steps=CHUNK_INPUTS,
         chunk_bytes=CHUNK_INPUTS * layout.value_bytes * isa.lanes,
         scratch_bytes=PANEL_SHAPE.blocks * _panel_block_bytes(isa),
@@ -177,15 +177,42 @@ def emit_dense_row(
 
 
 def emit_dense_panel_tile(
-    emitter: Emitter, isa: Isa, tokens: int, scratch: Value, *addresses_and_sizes: Value
+    emitter: Emitter,
+    isa: Isa,
+    tokens: int,
+    scratch: Value,
+    activations: Value,
+    activation_stride: Value,
+    out: Value,
+    out_stride: Value,
+    inputs: Value,
+    is_first: Value,
+    following: Value,
+    block_stride: Value,
+    lines: Value,
 ) -> None:
     """out[token, row] += products of a widened chunk with `tokens` tokens; = if `is_first` isn't 0.
 
-    `addresses_and_sizes`: activations, activation_stride, out, out_stride, inputs, is_first.
+    Meanwhile asks for `lines` cache lines per round and row block of the chunk at `following`.
     """
-    stride = I64(_panel_block_bytes(isa))
-    blocks = PANEL_SHAPE.blocks
-    emit_dense_tile(emitter, isa, DENSE["F32"], blocks, tokens, scratch, stride, *addresses_and_sizes)
+    emit_dense_tile(
+        emitter,
+        isa,
+        DENSE["F32"],
+        PANEL_SHAPE.blocks,
+        tokens,
+        scratch,
+        I64(_panel_block_bytes(isa)),
+        activations,
+        activation_stride,
+        out,
+        out_stride,
+        inputs,
+        is_first,
+        lambda number: emit_prefetch_lines(
+            emitter, number, PANEL_SHAPE.blocks, following, block_stride, lines
+        ),
+    )
 
 
 def _emit_row(emitter: Emitter, format_name: str, isa_name: str, *addresses_and_sizes: Value) -> None:

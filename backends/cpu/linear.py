@@ -17,6 +17,7 @@ from mvllm.backends.cpu.dense_kernels import dense_row
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.jit import kernel, native_function
 from mvllm.backends.cpu.layout import DENSE, GROUP, ActivationLayout
+from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import emit_call
 from mvllm.backends.cpu.products import form_of, multiply_panel, multiply_rows, multiply_tile, unpack_panel
 from mvllm.backends.cpu.quantized_kernels import dequantize_row, quantize_groups
@@ -106,8 +107,10 @@ def matmul_address(format_name: str, isa: Isa, records: ActivationLayout) -> int
         form.tile_tokens,
         form.panel.blocks,
         form.panel.tokens,
+        form.round_steps,
         form.chunk_steps,
         form.chunk_bytes,
+        form.chunk_bytes // LINE_BYTES + 1,
         form.scratch_bytes,
     )
     return _address(_MATMUL_SIGNATURE, function)
@@ -144,8 +147,10 @@ def _make_matmul(
     tile_tokens: int,
     panel_blocks: int,
     panel_tokens: int,
+    round_steps: int,
     chunk_steps: int,
     chunk_bytes: int,
+    chunk_lines: int,
     scratch_bytes: int,
 ) -> Callable[..., Any]:
     def product(  # type: ignore[no-untyped-def]
@@ -186,9 +191,9 @@ def _make_matmul(
                         done = chunk * chunk_steps
                         count = min(chunk_steps, steps - done)
                         position = chunk * chunk_bytes
-                        ahead = chunk_bytes
+                        following = block_weights + position + chunk_bytes
                         if done + count == steps:
-                            ahead = panel_blocks * block_stride - position
+                            following = block_weights + panel_blocks * block_stride
                         unpack_panel(
                             format_name,
                             isa_name,
@@ -197,8 +202,12 @@ def _make_matmul(
                             block_stride,
                             scratch,
                             count,
-                            ahead,
                         )
+                        # The next chunk's weights come in while this one's are at work, some lines a round.
+                        tiles = (stop - start + panel_tokens - 1) // panel_tokens
+                        rounds = tiles * max(1, count // round_steps)
+                        lines = (chunk_lines + rounds - 1) // rounds
+                        asked = 0
                         token = start
                         while token < stop:
                             tiles = (stop - token + panel_tokens - 1) // panel_tokens
@@ -215,8 +224,15 @@ def _make_matmul(
                                 out_stride,
                                 count,
                                 chunk == 0,
+                                following,
+                                block_stride,
+                                lines,
                             )
                             token += together
+                            asked += count // round_steps * lines
+                            following += count // round_steps * lines * LINE_BYTES
+                            if asked >= chunk_lines:
+                                lines = 0
             else:
                 for block in range(first_block, last_block):
                     token = start

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mvllm.backends.cpu.isa import Isa
+from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.vector import F32, I64, Emitter, Value, constant, vector
 
 
@@ -25,6 +26,7 @@ class Form:
     row_blocks: int  # of a tile of one token
     tile_tokens: int  # of the largest tile of one row block
     panel: PanelShape
+    round_steps: int  # steps of one round of a panel tile's loop
     chunk_steps: int  # of a panel
     chunk_bytes: int  # packed weights of these steps in one row block
     scratch_bytes: int  # an unpacked panel
@@ -53,3 +55,18 @@ def emit_store_sums(emitter: Emitter, isa: Isa, blocks: int, outs: list[Value], 
     """Store a tile's sums, ordered as `emit_start_sums` has them."""
     for index, sum_ in enumerate(sums):
         emitter.store(sum_, outs[index // blocks], 4 * isa.lanes * (index % blocks))
+
+
+def emit_prefetch_lines(
+    emitter: Emitter, number: Value, blocks: int, following: Value, block_stride: Value, lines: Value
+) -> None:
+    """Ask for the `lines` cache lines of each row block that round `number` of a tile has to bring in."""
+    first = emitter.offset(following, emitter.times(emitter.times(number, lines), LINE_BYTES))
+
+    def line(index: Value, carried: list[Value]) -> list[Value]:
+        at = emitter.offset(first, emitter.times(index, LINE_BYTES))
+        for block in range(blocks):
+            emitter.prefetch(emitter.offset(at, emitter.times(block_stride, block)), 0)
+        return carried
+
+    emitter.loop(lines, [], line)

@@ -100,9 +100,10 @@ multiply_rows = emitted(_emit_rows, 5, num_names=3)
 """`row_blocks` row blocks, if more than one, times one token, as (names, weights, block_stride, activations,
 out, steps)."""
 
-unpack_panel = emitted(_emit_unpack, 5, num_names=3)
-"""Unpack a chunk of a panel, as (names, weights, block_stride, scratch, steps, ahead)."""
+unpack_panel = emitted(_emit_unpack, 4, num_names=3)
+"""Unpack a chunk of a panel, as (names, weights, block_stride, scratch, steps)."""
 
-multiply_panel = emitted(_emit_panel_tile, 8, num_names=3)
+multiply_panel = emitted(_emit_panel_tile, 11, num_names=3)
 """An unpacked chunk times 2 or more tokens, as (names, tokens, scratch, activations, activation_stride, out,
-out_stride, steps, is_first)."""
+out_stride, steps, is_first, following, block_stride, lines): meanwhile asks in each round for `lines` cache
+lines of each row block of the chunk at `following`."""

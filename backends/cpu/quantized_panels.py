@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.layout import GROUP, ActivationLayout, QuantLayout
-from mvllm.backends.cpu.panel import Form, PanelShape, emit_start_sums, emit_store_sums
+from mvllm.backends.cpu.panel import Form, PanelShape, emit_prefetch_lines, emit_start_sums, emit_store_sums
 from mvllm.backends.cpu.quantized_kernels import (
     Factors,
     GroupProduct,
@@ -68,12 +68,8 @@ def emit_unpack(
     block_stride: Value,
     scratch: Value,
     groups: Value,
-    ahead: Value,
 ) -> None:
-    """Unpack `groups` groups, at most CHUNK_GROUPS, of the panel whose first row block is at `weights`.
-
-    Asks for the memory `ahead` bytes on, where the next chunk is.
-    """
+    """Unpack `groups` groups, at most CHUNK_GROUPS, of the panel whose first row block is at `weights`."""
     unpacked, blocks = Scratch(isa.lanes, layout, records), PANEL_SHAPE.blocks
     factors = Factors(emitter, isa, layout, lane=None)
 
@@ -81,7 +77,6 @@ def emit_unpack(
         target = emitter.offset(scratch, emitter.times(number, unpacked.block_bytes))
 
         def group(record: Value, header: list[Value], index: Value, carried: list[Value]) -> list[Value]:
-            emitter.prefetch(emitter.offset(record, ahead), 0, layout.group_bytes(isa.lanes))
             at = emitter.offset(target, emitter.times(index, blocks * unpacked.block_bytes))
             values = factors.scales(header, record)
             bias = factors.bias(header, record)
@@ -111,8 +106,14 @@ def emit_panel_tile(
     out_stride: Value,
     groups: Value,
     is_first: Value,
+    following: Value,
+    block_stride: Value,
+    lines: Value,
 ) -> None:
-    """out[token, row] += products of an unpacked chunk with `tokens` tokens; = if `is_first` isn't 0."""
+    """out[token, row] += products of an unpacked chunk with `tokens` tokens; = if `is_first` isn't 0.
+
+    Meanwhile asks for `lines` cache lines per group and row block of the chunk at `following`.
+    """
     unpacked, blocks = Scratch(isa.lanes, layout, records), PANEL_SHAPE.blocks
     floats, codes = vector(F32, isa.lanes), vector(I8, 4 * isa.lanes)
     row_bytes = 4 * isa.lanes
@@ -120,6 +121,7 @@ def emit_panel_tile(
     outs = [emitter.offset(out, emitter.times(out_stride, I64(t))) for t in range(tokens)]
 
     def group(index: Value, sums: list[Value]) -> list[Value]:
+        emit_prefetch_lines(emitter, index, blocks, following, block_stride, lines)
         at = emitter.offset(scratch, emitter.times(index, blocks * unpacked.block_bytes))
 
         def load(type_: Value, block: int, vector_number: int, offset: int = 0) -> Value:
@@ -151,6 +153,7 @@ def quantized_form(isa: Isa, layout: QuantLayout, records: ActivationLayout) -> 
         row_blocks=1,
         tile_tokens=isa.max_tokens,
         panel=PANEL_SHAPE,
+        round_steps=1,
         chunk_steps=CHUNK_GROUPS,
         chunk_bytes=CHUNK_GROUPS // layout.superblock * layout.superblock_bytes(isa.lanes),
         scratch_bytes=CHUNK_GROUPS * PANEL_SHAPE.blocks * Scratch(isa.lanes, layout, records).block_bytes,
