@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu import attention
+from mvllm.backends.cpu.attention_kernels import score_function, values_function
 from mvllm.backends.cpu.kv_pool import KvLayout, KvPool
 from mvllm.backends.cpu.memory import aligned_zeros
 from mvllm.backends.cpu.tables import ATTENTION, ITEM, SPLIT
@@ -78,6 +79,8 @@ class PagedAttention:
             "kv_heads": case.kv_heads,
             "group": case.group,
             "is_half": case.dtype == "f16",
+            "score": score_function(case.dtype).address,
+            "add_values": values_function(case.dtype).address,
             "window": case.window or 0,
             "scale": case.scale,
             "soft_cap": case.soft_cap or 0.0,

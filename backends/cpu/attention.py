@@ -19,6 +19,7 @@ import numpy as np
 from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.attention_kernels import (
     LOWEST,
+    MAX_WIDTH,
     MAXIMUM,
     RUN_ENTRY,
     SCORES_BYTES,
@@ -27,11 +28,10 @@ from mvllm.backends.cpu.attention_kernels import (
     TILE_ENTRY,
     TILES_AT_ONCE,
     VALUES,
-    WIDTHS,
-    add_weighted_values,
+    call_add_values,
+    call_score,
     half_bits,
     merge_state,
-    score_tiles,
     softmax_span,
 )
 from mvllm.backends.cpu.elementwise import cap_softly, scale
@@ -41,14 +41,13 @@ from mvllm.backends.cpu.memory import LINE_BYTES, round_up
 from mvllm.backends.cpu.pointers import f32_at, i16_at, i32_at, i64_at, record_at
 from mvllm.backends.cpu.tables import ATTENTION, ATTENTION_WORK, ITEM, SPLIT
 
-PART = 4 * SPAN
+PART = 2 * SPAN
 """Positions with a state of their own; what threads can share of a row's context."""
 
-MAX_ROWS = 4 * WIDTHS[-1]
+MAX_ROWS = 4 * MAX_WIDTH
 """Query rows of an item: they share what is read from memory."""
 
 _LOWEST = np.float32(LOWEST)
-_NARROWEST, _MIDDLE, _WIDEST = WIDTHS
 _END = 1 << 62  # beyond every position
 _DONE = SPLIT.fields["done"][1]  # type: ignore[index]
 
@@ -64,9 +63,9 @@ _work_at = record_at(ATTENTION_WORK)
 def scratch_bytes(head_dim: int) -> int:
     """Scratch that one thread needs; a multiple of a cache line."""
     ranges = 16 * MAX_ROWS
-    fixed = _WORK_BYTES + ranges + _TILES_BYTES + _RUNS_BYTES + (MAX_ROWS + 1) * SCORES_BYTES
+    fixed = _WORK_BYTES + ranges + _TILES_BYTES + _RUNS_BYTES + MAX_ROWS * SCORES_BYTES
     keys_and_queries = 4 * (TILE + MAX_ROWS) * head_dim
-    return round_up(fixed + keys_and_queries) + (2 * MAX_ROWS + 1) * state_bytes(head_dim)
+    return round_up(fixed + keys_and_queries) + 2 * MAX_ROWS * state_bytes(head_dim)
 
 
 def state_bytes(head_dim: int) -> int:
@@ -111,26 +110,10 @@ def _set_up_work(
     w.tiles = w.ends + 8 * MAX_ROWS
     w.runs = w.tiles + _TILES_BYTES
     w.scores = w.runs + _RUNS_BYTES
-    # The row behind the last one is read, though not used, when the last one is worked on alone.
-    w.keys = w.scores + (MAX_ROWS + 1) * SCORES_BYTES
+    w.keys = w.scores + MAX_ROWS * SCORES_BYTES
     w.queries = w.keys + 4 * TILE * a.head_dim
     w.totals = (w.queries + 4 * MAX_ROWS * a.head_dim + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
     w.parts = w.totals + MAX_ROWS * w.state_bytes
-    w.spare = w.parts + MAX_ROWS * w.state_bytes
-
-
-@kernel("int64(int64)")
-def padded_rows(rows: Any) -> Any:
-    """The query rows that have states: computing a few more costs less than code for every number."""
-    return (rows + _NARROWEST - 1) // _NARROWEST * _NARROWEST
-
-
-@kernel("int64(int64)")
-def _width(rows: Any) -> Any:
-    """How many query rows are taken at once when so many are left."""
-    if rows > _MIDDLE:
-        return _WIDEST
-    return _MIDDLE if rows > _NARROWEST else _NARROWEST
 
 
 @kernel("void(int64, int64, int64, int64, int64)")
@@ -144,32 +127,26 @@ def _place_rows(work_address: Any, item_address: Any, positions: Any, q: Any, st
     a = attention_at(w.attention)
     begins, ends = i64_at(w.begins), i64_at(w.ends)
     first, last = _END, 0
-    start, width = 0, 0
-    for row in range(padded_rows(w.rows)):
-        if row == start + width:
-            start, width = row, _width(w.rows - row)
-        number = item.first + min(row, w.rows - 1)
+    for row in range(w.rows):
+        number = item.first + row
         token, head = number // a.group, item.kv_head * a.group + number % a.group
         ends[row] = i32_at(positions)[token] + 1
         begins[row] = max(0, ends[row] - a.window) if a.window > 0 else 0
         first, last = min(first, begins[row]), max(last, ends[row])
         query = f32_at(q + token * stride + 4 * a.head_dim * head)
+        start = row // MAX_WIDTH * MAX_WIDTH
+        width = min(MAX_WIDTH, w.rows - start)
         packed = f32_at(w.queries + 4 * (start * a.head_dim + row - start))
         for i in range(a.head_dim):
             packed[i * width] = query[i] * a.scale
     w.first, w.last = first // TILE * TILE, last
 
 
-@kernel("UniTuple(int64, 2)(int64, int64)")
-def _keys_and_values(work_address: Any, position: Any) -> Any:
-    """Where the tile of `position` starts, if its block holds whole tiles, and where its values are."""
+@kernel("int64(int64, int64)")
+def _block(work_address: Any, number: Any) -> Any:
+    """Address of the head's keys in a block of the sequence."""
     w = _work_at(work_address)
-    a = attention_at(w.attention)
-    number = position // a.block_size
-    offset = position - number * a.block_size
-    block = w.head + i32_at(w.table)[number] * a.block_bytes
-    keys = block + offset // TILE * TILE * a.head_dim * w.value_bytes
-    return keys, block + a.value_offset + offset * a.padded_dim * w.value_bytes
+    return w.head + i32_at(w.table)[number] * attention_at(w.attention).block_bytes
 
 
 @kernel("void(int64, int64, int64)")
@@ -179,15 +156,35 @@ def _assemble_tile(work_address: Any, first: Any, last: Any) -> Any:
     a = attention_at(w.attention)
     for lane in range(min(TILE, last - first)):
         number, offset = (first + lane) // a.block_size, (first + lane) % a.block_size
-        block = w.head + i32_at(w.table)[number] * a.block_bytes
-        source = block + offset // a.tile * a.tile * a.head_dim * w.value_bytes
-        start = offset % a.tile
+        start = offset // a.tile * a.tile * a.head_dim + offset % a.tile
+        source = _block(work_address, number) + start * w.value_bytes
         if a.is_half:
             for i in range(a.head_dim):
-                i16_at(w.keys)[i * TILE + lane] = i16_at(source)[start + i * a.tile]
+                i16_at(w.keys)[i * TILE + lane] = i16_at(source)[i * a.tile]
         else:
             for i in range(a.head_dim):
-                i32_at(w.keys)[i * TILE + lane] = i32_at(source)[start + i * a.tile]
+                i32_at(w.keys)[i * TILE + lane] = i32_at(source)[i * a.tile]
+
+
+@kernel("int64(int64, int64, int64)")
+def _list_tiles(work_address: Any, first: Any, last: Any) -> Any:
+    """Write the table of the tiles of [first, last); returns their number. While a tile's keys are in use,
+    its values are fetched."""
+    w = _work_at(work_address)
+    a = attention_at(w.attention)
+    entry, count = i64_at(w.tiles), (last - first + TILE - 1) // TILE
+    number, offset = first // a.block_size, first % a.block_size
+    for tile in range(count):
+        block = _block(work_address, number)
+        entry[2 * tile] = block + offset * a.head_dim * w.value_bytes
+        entry[2 * tile + 1] = block + a.value_offset + offset * a.padded_dim * w.value_bytes
+        offset += TILE
+        if offset == a.block_size:
+            number, offset = number + 1, 0
+    while count % TILES_AT_ONCE != 0:
+        entry[2 * count], entry[2 * count + 1] = entry[2 * count - 2], entry[2 * count - 1]
+        count += 1
+    return count
 
 
 @kernel("void(int64, int64, int64)")
@@ -195,57 +192,53 @@ def _score_rows(work_address: Any, tiles: Any, target: Any) -> Any:
     """Scores of all query rows at the listed tiles; `target` is where the first row's go."""
     w = _work_at(work_address)
     a = attention_at(w.attention)
-    row = 0
-    while row < w.rows:
-        width = _width(w.rows - row)
-        queries = w.queries + 4 * row * a.head_dim
-        score_tiles(width, a.is_half, w.tiles, tiles, queries, a.head_dim // 2, target + row * SCORES_BYTES)
-        row += width
+    for row in range(0, w.rows, MAX_WIDTH):
+        width = min(MAX_WIDTH, w.rows - row)
+        queries, scores = w.queries + 4 * row * a.head_dim, target + row * SCORES_BYTES
+        call_score(a.score, width, w.tiles, tiles, queries, a.head_dim // 2, scores)
 
 
 @kernel("void(int64, int64, int64)")
 def _score_span(work_address: Any, first: Any, last: Any) -> Any:
-    """Scores at the positions [first, last) of a span, `first` a multiple of TILE. While a tile's keys are in
-    use, its values are fetched."""
+    """Scores at the positions [first, last) of a span, `first` a multiple of TILE."""
     w = _work_at(work_address)
-    entry, scores = i64_at(w.tiles), w.scores + 4 * (first % SPAN)
+    scores = w.scores + 4 * (first % SPAN)
     if attention_at(w.attention).tile == TILE:
-        count = 0
-        while first + count * TILE < last or count % TILES_AT_ONCE != 0:
-            position = min(first + count * TILE, (last - 1) // TILE * TILE)
-            entry[2 * count], entry[2 * count + 1] = _keys_and_values(work_address, position)
-            count += 1
-        _score_rows(work_address, count, scores)
-    else:
-        for i in range(2 * TILES_AT_ONCE):
-            entry[i] = w.keys
-        for position in range(first, last, TILE):
-            _assemble_tile(work_address, position, last)
-            _score_rows(work_address, TILES_AT_ONCE, scores + 4 * (position - first))
+        _score_rows(work_address, _list_tiles(work_address, first, last), scores)
+        return
+    for i in range(2 * TILES_AT_ONCE):
+        i64_at(w.tiles)[i] = w.keys
+    for position in range(first, last, TILE):
+        _assemble_tile(work_address, position, last)
+        _score_rows(work_address, TILES_AT_ONCE, scores + 4 * (position - first))
 
 
 @kernel("int64(int64, int64, int64)")
 def _list_runs(work_address: Any, first: Any, last: Any) -> Any:
     """Write the table of the runs of [first, last), one per block; returns their number. While a run's values
-    are in use, the keys of the next span are fetched."""
+    are in use, the keys a span further are fetched."""
     w = _work_at(work_address)
-    block_size = attention_at(w.attention).block_size
-    entry, count, position = i64_at(w.runs), 0, first
+    a = attention_at(w.attention)
+    entry, count = i64_at(w.runs), 0
+    number, offset = first // a.block_size, first % a.block_size
+    position = first
     while position < last:
-        length = min(block_size - position % block_size, last - position)
-        _, entry[3 * count] = _keys_and_values(work_address, position)
-        entry[3 * count + 1], _ = _keys_and_values(work_address, min(position + SPAN, w.last - 1))
+        values = _block(work_address, number) + a.value_offset
+        ahead = min(position + SPAN, w.last - 1)
+        keys = _block(work_address, ahead // a.block_size)
+        length = min(a.block_size - offset, last - position)
+        entry[3 * count] = values + offset * a.padded_dim * w.value_bytes
+        entry[3 * count + 1] = keys + ahead % a.block_size // TILE * TILE * a.head_dim * w.value_bytes
         entry[3 * count + 2] = length
         count += 1
         position += length
+        number, offset = number + 1, 0
     return count
 
 
-@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
-def _add_values(
-    work_address: Any, width: Any, row: Any, first: Any, last: Any, sums: Any, sum_stride: Any
-) -> Any:
-    """Add the weighted values of the positions [first, last) of a span to the sums of `width` query rows."""
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def _add_values(work_address: Any, row: Any, width: Any, first: Any, last: Any, states: Any) -> Any:
+    """Add the weighted values of the positions [first, last) of a span to `width` rows from `row` on."""
     if first >= last:
         return
     w = _work_at(work_address)
@@ -253,7 +246,8 @@ def _add_values(
     runs = _list_runs(work_address, first, last)
     value_stride, vectors = a.padded_dim * w.value_bytes, a.padded_dim // TILE
     weights = w.scores + row * SCORES_BYTES + 4 * (first % SPAN)
-    add_weighted_values(width, a.is_half, w.runs, runs, value_stride, weights, sums, sum_stride, vectors)
+    sums = states + row * w.state_bytes + VALUES
+    call_add_values(a.add_values, width, w.runs, runs, value_stride, weights, sums, w.state_bytes, vectors)
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64)")
@@ -264,9 +258,7 @@ def _add_values_row_by_row(
     w = _work_at(work_address)
     begins, ends = i64_at(w.begins), i64_at(w.ends)
     for row in range(first_row, last_row):
-        sums = states + row * w.state_bytes + VALUES
-        first, last = max(low, begins[row]), min(high, ends[row])
-        _add_values(work_address, _NARROWEST, row, first, last, sums, w.spare - sums)
+        _add_values(work_address, row, 1, max(low, begins[row]), min(high, ends[row]), states)
 
 
 @kernel("void(int64, int64, int64, int64, int64)")
@@ -278,16 +270,15 @@ def _mix_values(work_address: Any, row: Any, start: Any, stop: Any, states: Any)
     """
     w = _work_at(work_address)
     begins, ends = i64_at(w.begins), i64_at(w.ends)
-    width = _width(w.rows - row)
-    last_row = min(row + width, w.rows)
+    width = min(MAX_WIDTH, w.rows - row)
+    last_row = row + width
     shared_begin, shared_end = start, stop
     for other in range(row, last_row):
         shared_begin, shared_end = max(shared_begin, begins[other]), min(shared_end, ends[other])
     shared_begin = min(shared_begin, stop)
     shared_end = max(shared_begin, shared_end)
-    sums = states + row * w.state_bytes + VALUES
     _add_values_row_by_row(work_address, row, last_row, start, shared_begin, states)
-    _add_values(work_address, width, row, shared_begin, shared_end, sums, w.state_bytes)
+    _add_values(work_address, row, width, shared_begin, shared_end, states)
     _add_values_row_by_row(work_address, row, last_row, shared_end, stop, states)
 
 
@@ -308,16 +299,14 @@ def _attend_span(work_address: Any, start: Any, stop: Any, states: Any) -> Any:
             factor = softmax_span(scores, begin - origin, end - origin, state)
             if factor != np.float32(1.0):
                 scale(state + VALUES, factor, state + VALUES, a.padded_dim)
-    row = 0
-    while row < w.rows:
+    for row in range(0, w.rows, MAX_WIDTH):
         _mix_values(work_address, row, start, stop, states)
-        row += _width(w.rows - row)
 
 
 @kernel("void(int64, int64)")
 def _clear_states(work_address: Any, states: Any) -> Any:
     w = _work_at(work_address)
-    for row in range(padded_rows(w.rows)):
+    for row in range(w.rows):
         state = f32_at(states + row * w.state_bytes)
         for i in range(w.state_bytes // 4):
             state[i] = 0.0
@@ -385,7 +374,7 @@ def attend_item(
     _set_up_work(attention_address, item_address, table, scratch + _WORK_BYTES, work)
     _place_rows(work, item_address, positions, q, stride)
     split = item.split
-    part_bytes = padded_rows(w.rows) * w.state_bytes if split != 0 else 0
+    part_bytes = w.rows * w.state_bytes if split != 0 else 0
     parts = split_at(split).states if split != 0 else w.parts
     _clear_states(work, w.totals)
     for part in range(max(item.first_part, w.first // PART), item.last_part):

@@ -5,22 +5,26 @@ All of it gives a query row the same bits whatever other rows, tiles or blocks s
 - A score is one chain of fused multiply-adds over head_dim. Vectors hold TILE consecutive positions, so
   positions never mix.
 - Maximum and sum of a row within a span run over tiles at absolute positions: lane i sees the positions i,
-  i + 16, ...; then the lanes are folded by halves. Positions outside the row's range contribute exact zeros.
+  i + 16, ...; then the lanes are folded by halves. Positions outside the row's range, and scores of minus
+  infinity, have the weight zero.
 - A weighted sum is one chain of fused multiply-adds over the row's positions, ascending. It is carried
   through memory from call to call, which changes no bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 
 from mvllm.backends.cpu.functions import exponential, round_to_half
 from mvllm.backends.cpu.isa import half_to_float, selected
-from mvllm.backends.cpu.kv_pool import TILE
+from mvllm.backends.cpu.jit import native_function
+from mvllm.backends.cpu.kv_pool import TILE, VALUE_BYTES
 from mvllm.backends.cpu.memory import LINE_BYTES
+from mvllm.backends.cpu.pointers import emit_call
 from mvllm.backends.cpu.vector import (
     F16,
     F32,
@@ -40,8 +44,8 @@ from mvllm.backends.cpu.vector import (
 SPAN = 128
 """Positions whose scores exist at a time; spans begin at its multiples."""
 
-WIDTHS = (2, 4, 6)
-"""Query rows that share a pass over keys or values. A few rows are padded to the next of these."""
+MAX_WIDTH = 6
+"""Most query rows that share a pass over keys or values: as many as the registers hold sums for."""
 
 TILES_AT_ONCE = 2
 """Key tiles come in multiples of this."""
@@ -73,36 +77,24 @@ def _at_once(width: int) -> int:
     return min(2, max(1, _SUMS * _ISA.lanes // (width * TILE)))
 
 
-def _emit_variants(emitter: Emitter, width: Value, is_half: Value, emit: Callable[[int, bool], None]) -> None:
-    """Emit code for each number of rows and both types of KV; at run time one of them is chosen."""
-    count = len(WIDTHS)
-
-    def variant(number: int) -> None:
-        emit(WIDTHS[(number - 1) % count], number > count)
-
-    half_width = emitter.builder.ashr(width, I64(1))
-    number = emitter.offset(half_width, emitter.times(is_half, count))
-    emit_for_count(emitter, number, 2 * count, variant)
-
-
 def _prefetch(emitter: Emitter, address: Value) -> None:
     """Ask for a line in the second-level cache: its queue of pending lines is longer than the first's."""
     pointer = emitter.builder.inttoptr(address, I8.as_pointer())
     emitter.call("llvm.prefetch.p0", VOID, pointer, I32(_READ), I32(_SECOND_LEVEL), I32(_DATA))
 
 
-def _load_kv(emitter: Emitter, is_half: bool, address: Value, offset: Value | int = 0) -> Value:
+def _load_kv(emitter: Emitter, dtype: str, address: Value, offset: Value | int = 0) -> Value:
     """float32[TILE] from keys or values."""
-    if is_half:
+    if dtype == "f16":
         return half_to_float(emitter, _ISA, emitter.load(vector(F16, TILE), address, offset))
     return emitter.load(_FLOATS, address, offset)
 
 
 def _emit_scores(
-    emitter: Emitter, width: int, is_half: bool, entries: list[Value], queries: Value, pairs: Value
+    emitter: Emitter, dtype: str, width: int, entries: list[Value], queries: Value, pairs: Value
 ) -> list[list[Value]]:
     """Scores of `width` queries at the positions of the tiles: [row][tile]."""
-    row_bytes = TILE * (2 if is_half else 4)
+    row_bytes = TILE * VALUE_BYTES[dtype]
     keys = [emitter.load(I64, entry) for entry in entries]
     aheads = [emitter.load(I64, entry, ADDRESS_BYTES) for entry in entries]
     tiles = range(len(entries))
@@ -114,7 +106,7 @@ def _emit_scores(
                 _prefetch(emitter, emitter.offset(ahead, at, line))
         result = list(sums)
         for odd in (0, 1):
-            loaded = [_load_kv(emitter, is_half, emitter.offset(key, at), odd * row_bytes) for key in keys]
+            loaded = [_load_kv(emitter, dtype, emitter.offset(key, at), odd * row_bytes) for key in keys]
             for row in range(width):
                 address = emitter.offset(queries, query_at)
                 query = emitter.load_splat(F32, TILE, address, 4 * (odd * width + row))
@@ -129,8 +121,8 @@ def _emit_scores(
 
 def _emit_score_tiles(
     emitter: Emitter,
+    dtype: str,
     width: Value,
-    is_half: Value,
     tiles: Value,
     num_tiles: Value,
     queries: Value,
@@ -140,30 +132,30 @@ def _emit_score_tiles(
     """Write the scores of tiles that follow one another.
 
     Args:
-        width: one of WIDTHS.
+        width: at most MAX_WIDTH.
         tiles: table of `num_tiles` tiles [2 * pairs][TILE]; their number is a multiple of TILES_AT_ONCE.
         queries: float32[2 * pairs][width].
         scores: float32[width][num_tiles * TILE], SCORES_BYTES from row to row.
     """
 
-    def variant(count: int, half: bool) -> None:
+    def variant(count: int) -> None:
         at_once = _at_once(count)
 
         def step(index: Value, carried: list[Value]) -> list[Value]:
             first = emitter.offset(tiles, emitter.times(index, at_once * TILE_ENTRY))
             entries = [emitter.offset(first, tile * TILE_ENTRY) for tile in range(at_once)]
             target = emitter.offset(scores, emitter.times(index, at_once * _VECTOR_BYTES))
-            for row, found in enumerate(_emit_scores(emitter, count, half, entries, queries, pairs)):
+            for row, found in enumerate(_emit_scores(emitter, dtype, count, entries, queries, pairs)):
                 for tile, score in enumerate(found):
                     emitter.store(score, target, SCORES_BYTES * row + _VECTOR_BYTES * tile)
             return []
 
         emitter.loop(emitter.builder.sdiv(num_tiles, I64(at_once)), [], step)
 
-    _emit_variants(emitter, width, is_half, variant)
+    emit_for_count(emitter, width, MAX_WIDTH, variant)
 
 
-score_tiles = emitted(_emit_score_tiles, 7)
+_score_tiles = emitted(_emit_score_tiles, 6, num_names=1)
 
 
 def _larger(emitter: Emitter, x: Value, y: Value) -> Value:
@@ -178,47 +170,51 @@ def _exponential(emitter: Emitter, x: Value) -> Value:
 def _emit_softmax(emitter: Emitter, scores: Value, begin: Value, end: Value, state: Value) -> Value:
     """Take a span's scores into a row's state, except for the values.
 
-    Replaces the scores at [begin, end) by exp(score - maximum), where the maximum includes
-    all of the row's scores so far. Returns the factor that brings earlier weights to this maximum.
+    Replaces the scores at [begin, end) by exp(score - maximum), where the maximum includes all of the row's
+    scores so far. Returns the factor that brings earlier weights to this maximum.
     """
     builder = emitter.builder
-    first = builder.ashr(begin, I64(TILE.bit_length() - 1))
-    last = builder.ashr(emitter.offset(end, TILE - 1), I64(TILE.bit_length() - 1))
-    count = builder.sub(last, first)
+    tile_bits = TILE.bit_length() - 1
+    first, last = builder.ashr(begin, I64(tile_bits)), builder.ashr(emitter.offset(end, -1), I64(tile_bits))
+    count = emitter.offset(builder.sub(last, first), 1)
     scores = emitter.offset(scores, emitter.times(first, _VECTOR_BYTES))
-    lanes = ir.Constant(vector(I32, TILE), list(range(TILE)))
-    begins, ends = (emitter.splat(builder.trunc(value, I32), TILE) for value in (begin, end))
-    zeros = constant(F32, TILE, 0.0)
-
-    def in_range(tile: Value) -> Value:
-        start = builder.trunc(emitter.times(builder.add(first, tile), TILE), I32)
-        positions = builder.add(emitter.splat(start, TILE), lanes)
-        return builder.and_(
-            builder.icmp_signed(">=", positions, begins), builder.icmp_signed("<", positions, ends)
-        )
+    minus_infinity, zeros = constant(F32, TILE, float("-inf")), constant(F32, TILE, 0.0)
 
     def score(tile: Value) -> Value:
         return emitter.load(_FLOATS, scores, emitter.times(tile, _VECTOR_BYTES))
 
+    # What lies outside [begin, end) in the first and the last tile gets no weight.
+    lanes = ir.Constant(vector(I32, TILE), list(range(TILE)))
+    begins, ends = (emitter.splat(builder.trunc(value, I32), TILE) for value in (begin, end))
+    for tile in (I64(0), builder.sub(count, I64(1))):
+        start = builder.trunc(emitter.times(builder.add(first, tile), TILE), I32)
+        positions = builder.add(emitter.splat(start, TILE), lanes)
+        seen = builder.and_(
+            builder.icmp_signed(">=", positions, begins), builder.icmp_signed("<", positions, ends)
+        )
+        masked = builder.select(seen, score(tile), minus_infinity)
+        emitter.store(masked, scores, emitter.times(tile, _VECTOR_BYTES))
+
     def find_maximum(tile: Value, carried: list[Value]) -> list[Value]:
-        lowest = constant(F32, TILE, LOWEST)
-        return [_larger(emitter, carried[0], builder.select(in_range(tile), score(tile), lowest))]
+        return [_larger(emitter, carried[0], score(tile))]
 
     (maxima,) = emitter.loop(count, [constant(F32, TILE, LOWEST)], find_maximum)
     old = emitter.load(F32, state, MAXIMUM)
     new = _larger(emitter, old, emitter.reduce(lambda x, y: _larger(emitter, x, y), maxima))
-    factor = _exponential(emitter, builder.fsub(old, new))
+    emitter.store(new, state, MAXIMUM)
     maximum = emitter.splat(new, TILE)
 
     def exponentiate(tile: Value, carried: list[Value]) -> list[Value]:
-        power = exponential(emitter, builder.fsub(score(tile), maximum))
-        power = builder.select(in_range(tile), power, zeros)
+        found = score(tile)
+        power = exponential(emitter, builder.fsub(found, maximum))
+        power = builder.select(builder.fcmp_ordered("==", found, minus_infinity), zeros, power)
         emitter.store(power, scores, emitter.times(tile, _VECTOR_BYTES))
         return [builder.fadd(carried[0], power)]
 
     (sums,) = emitter.loop(count, [zeros], exponentiate)
+    is_new = builder.zext(builder.fcmp_unordered("!=", old, new), I64)
+    (factor,) = emitter.loop(is_new, [F32(1.0)], lambda *_: [_exponential(emitter, builder.fsub(old, new))])
     total = emitter.fma(emitter.load(F32, state, SUM), factor, emitter.reduce(builder.fadd, sums))
-    emitter.store(new, state, MAXIMUM)
     emitter.store(total, state, SUM)
     return factor
 
@@ -257,7 +253,7 @@ merge_state = emitted(_emit_merge, 3)
 
 def _emit_weighted_sums(
     emitter: Emitter,
-    is_half: bool,
+    dtype: str,
     vectors: int,
     runs: Value,
     num_runs: Value,
@@ -268,7 +264,7 @@ def _emit_weighted_sums(
 ) -> None:
     """Add the weighted values of all runs to `vectors` vectors of columns from `column` on, for all rows."""
     rows = len(sums)
-    vector_bytes = TILE * (2 if is_half else 4)
+    vector_bytes = TILE * VALUE_BYTES[dtype]
     start = emitter.times(column, vector_bytes)
     loaded = [emitter.load(_FLOATS, sums[r], v * _VECTOR_BYTES) for r in range(rows) for v in range(vectors)]
 
@@ -284,7 +280,7 @@ def _emit_weighted_sums(
             for line in range(0, vectors * vector_bytes, LINE_BYTES):
                 _prefetch(emitter, emitter.offset(ahead, at, line))
             row_values = emitter.offset(values, at)
-            columns = [_load_kv(emitter, is_half, row_values, v * vector_bytes) for v in range(vectors)]
+            columns = [_load_kv(emitter, dtype, row_values, v * vector_bytes) for v in range(vectors)]
             result = []
             for row in range(rows):
                 address = emitter.offset(own_weights, emitter.times(index, 4))
@@ -303,8 +299,8 @@ def _emit_weighted_sums(
 
 def _emit_add_weighted_values(
     emitter: Emitter,
+    dtype: str,
     width: Value,
-    is_half: Value,
     runs: Value,
     num_runs: Value,
     value_stride: Value,
@@ -316,7 +312,7 @@ def _emit_add_weighted_values(
     """sums[r] += weights[r][i] * values[i] for the positions i of all runs in turn.
 
     Args:
-        width: one of WIDTHS.
+        width: at most MAX_WIDTH.
         runs: table of `num_runs` runs, their values [positions][vectors][TILE], `value_stride` bytes from
             position to position.
         weights: float32[width], at the first position; SCORES_BYTES from row to row.
@@ -324,7 +320,7 @@ def _emit_add_weighted_values(
     """
     builder = emitter.builder
 
-    def variant(rows: int, half: bool) -> None:
+    def variant(rows: int) -> None:
         row_sums = [emitter.offset(sums, emitter.times(sum_stride, r)) for r in range(rows)]
         at_once = _at_once(rows)
 
@@ -332,7 +328,7 @@ def _emit_add_weighted_values(
             target = emitter.times(column, _VECTOR_BYTES)
             own_sums = [emitter.offset(address, target) for address in row_sums]
             _emit_weighted_sums(
-                emitter, half, number, runs, num_runs, column, value_stride, weights, own_sums
+                emitter, dtype, number, runs, num_runs, column, value_stride, weights, own_sums
             )
             return []
 
@@ -342,10 +338,43 @@ def _emit_add_weighted_values(
         if at_once > 1:
             emitter.loop(builder.sub(vectors, covered), [], lambda i, _: columns(builder.add(covered, i), 1))
 
-    _emit_variants(emitter, width, is_half, variant)
+    emit_for_count(emitter, width, MAX_WIDTH, variant)
 
 
-add_weighted_values = emitted(_emit_add_weighted_values, 9)
+_add_weighted_values = emitted(_emit_add_weighted_values, 8, num_names=1)
+
+
+# The two large functions are called through their addresses: they are compiled once, and only for the type of
+# KV in use.
+
+
+@functools.cache
+def score_function(dtype: str) -> Any:
+    """`_emit_score_tiles` for KV of `dtype`, compiled on first use; has an `address`."""
+
+    def score(width, tiles, num_tiles, queries, pairs, scores):  # type: ignore[no-untyped-def]
+        _score_tiles(dtype, width, tiles, num_tiles, queries, pairs, scores)
+
+    return native_function("void(int64, int64, int64, int64, int64, int64)", score)
+
+
+@functools.cache
+def values_function(dtype: str) -> Any:
+    """`_emit_add_weighted_values` for KV of `dtype`, compiled on first use; has an `address`."""
+
+    def add_values(  # type: ignore[no-untyped-def]
+        width, runs, num_runs, value_stride, weights, sums, sum_stride, vectors
+    ):
+        _add_weighted_values(dtype, width, runs, num_runs, value_stride, weights, sums, sum_stride, vectors)
+
+    return native_function("void(int64, int64, int64, int64, int64, int64, int64, int64)", add_values)
+
+
+call_score = emitted(emit_call, 7)
+"""(function's address, the arguments of `score_function`)"""
+
+call_add_values = emitted(emit_call, 9)
+"""(function's address, the arguments of `values_function`)"""
 
 
 def _emit_half_bits(emitter: Emitter, value: Value) -> Value:

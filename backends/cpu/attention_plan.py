@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mvllm.backends.cpu.attention import MAX_ROWS, PART, item_at, padded_rows, split_at
+from mvllm.backends.cpu.attention import MAX_ROWS, PART, item_at, split_at
 from mvllm.backends.cpu.jit import kernel
 from mvllm.backends.cpu.pointers import i32_at, record_at
 from mvllm.backends.cpu.tables import ITEM, SPLIT, STEP
@@ -14,7 +14,7 @@ from mvllm.backends.cpu.tables import ITEM, SPLIT, STEP
 STATES_BYTES = 1 << 21
 """Memory per thread for the states of parts that several threads work on."""
 
-_SHARES = 4  # of a thread in the batch's work: what is larger than such a share is split
+_SHARES = 8  # of a thread in the batch's work: what is larger than such a share is split
 _READING = 6  # what reading a position costs, in query rows that attend to it
 _ITEM_BYTES, _SPLIT_BYTES = ITEM.itemsize, SPLIT.itemsize
 
@@ -81,7 +81,7 @@ def _add_items(
     num_parts = _num_parts(context)
     pieces, split = min(num_parts, _cost(count, context) // share), 0
     if pieces > 1:
-        split = _add_split(step_address, pieces, num_parts, padded_rows(count) * state_bytes)
+        split = _add_split(step_address, pieces, num_parts, count * state_bytes)
     if split == 0:
         pieces = 1
     for piece in range(pieces):

@@ -30,6 +30,7 @@ TILE = 16
 """Positions that one vector of scores covers, on every instruction set."""
 
 DTYPES: dict[str, type[np.floating[Any]]] = {"f32": np.float32, "f16": np.float16}
+VALUE_BYTES = {"f32": 4, "f16": 2}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class KvLayout:
 
     @property
     def value_bytes(self) -> int:
-        return np.dtype(DTYPES[self.dtype]).itemsize
+        return VALUE_BYTES[self.dtype]
 
     @property
     def value_offset(self) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from mvllm.backends.cpu import record as graph
 from mvllm.backends.cpu.crossover import thresholds_of_this_machine
+from mvllm.backends.cpu.attention_kernels import score_function, values_function
 from mvllm.backends.cpu.kv_pool import KvPool
 from mvllm.backends.cpu.layout import NARROW
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
@@ -162,6 +163,8 @@ class Linker:
             kv_heads=layout.kv_heads,
             group=self._spec.num_heads // layout.kv_heads,
             is_half=layout.dtype == "f16",
+            score=score_function(layout.dtype).address,
+            add_values=values_function(layout.dtype).address,
             window=attend.window or 0,
             scale=attend.scale,
             soft_cap=attend.soft_cap or 0.0,

@@ -161,6 +161,8 @@ ATTENTION = _record(
     ("kv_heads", _INT),
     ("group", _INT),  # query heads per kv head
     ("is_half", _INT),
+    ("score", _INT),  # addresses of the code for this type of KV, see attention_kernels.py
+    ("add_values", _INT),
     ("window", _INT),  # 0: none
     ("counter", _INT),  # index of this instruction's counter in STEP.next_item
     ("scale", _FLOAT),
@@ -179,11 +181,10 @@ ATTENTION_WORK = _record(  # what a thread knows of the item it works on; addres
     ("ends", _INT),
     ("tiles", _INT),  # table of tiles, see attention_kernels.py
     ("runs", _INT),  # table of runs
-    ("scores", _INT),  # float32[MAX_ROWS + 1, SPAN], SCORES_BYTES from row to row
+    ("scores", _INT),  # float32[MAX_ROWS, SPAN], SCORES_BYTES from row to row
     ("keys", _INT),  # a tile put together from smaller ones
     ("queries", _INT),  # float32, those taken at once side by side: [head_dim, width] after each other
     ("totals", _INT),  # states of the query rows
     ("parts", _INT),  # and of a part of their positions
-    ("spare", _INT),  # values of one more row
     ("state_bytes", _INT),
 )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mvllm.backends.cpu.attention import MAX_ROWS, PART, padded_rows, state_bytes
+from mvllm.backends.cpu.attention import MAX_ROWS, PART, state_bytes
 from mvllm.backends.cpu.attention_plan import most_items, most_splits, plan_items
 from mvllm.backends.cpu.tables import ITEM, SPLIT, STEP
 
@@ -107,15 +107,14 @@ def test_split_items_share_a_split_with_memory_of_its_own(batch: Batch) -> None:
         assert len({(item["row"], item["kv_head"], item["first"], item["count"]) for item in own}) == 1
         assert split["num_parts"] == parts_of(batch, int(own[0]["row"]))
         assert split["states"] == end
-        rows = int(padded_rows(int(own[0]["count"])))
-        end += int(split["num_parts"]) * rows * state_bytes(batch.head_dim)
+        end += int(split["num_parts"]) * int(own[0]["count"]) * state_bytes(batch.head_dim)
     assert end - found.states <= batch.memory
 
 
 def test_one_long_context_keeps_all_threads_at_work() -> None:
     found = plan(Batch([(1, 4 * PART)], kv_heads=3, threads=2))
     lengths = [int(item["last_part"] - item["first_part"]) for item in found.items]
-    assert len(found.splits) == 3 and sorted(lengths) == [2] * 6
+    assert len(found.splits) == 3 and sorted(lengths) == [1] * 12
 
 
 def test_a_long_context_among_short_ones_is_split_and_they_are_not() -> None:
