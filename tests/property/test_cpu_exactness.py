@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from mvllm.backends.cpu.attention import PART
 from mvllm.backends.cpu.backend import CpuBackend
 from mvllm.core.load.quantized import QUANT_FORMATS
 from mvllm.core.load.weights import QuantizedWeight
@@ -69,9 +71,9 @@ def model_of(index: int) -> tuple[ModelSpec, ModelWeights]:
     return spec, replace(weights, layers=layers, embedding=embedding, head=head)
 
 
-def load(index: int, *, threads: int, block_size: int, dtype: str) -> Model:
-    sizes = replace(geometry(block_size=block_size, dtype=dtype), num_blocks=POOL_TOKENS // block_size)
-    return CpuBackend(threads=threads).load(*model_of(index), replace(sizes, max_context=POOL_TOKENS))
+def load(index: int, *, threads: int, block_size: int, dtype: str, pool_tokens: int = POOL_TOKENS) -> Model:
+    sizes = replace(geometry(block_size=block_size, dtype=dtype), num_blocks=pool_tokens // block_size)
+    return CpuBackend(threads=threads).load(*model_of(index), replace(sizes, max_context=pool_tokens))
 
 
 def tokens_of(index: int, length: int) -> list[int]:
@@ -168,3 +170,46 @@ def test_x1_logits_do_not_depend_on_the_arrangement(arrangement: Arrangement) ->
         length = arrangement.lengths[sequence]
         alone = logits_alone(arrangement.model, sequence, length, arrangement.dtype)
         assert np.array_equal(logits.view(np.int32), alone.view(np.int32))
+
+
+LONG = 3 * PART + 70
+LONG_CONTEXT_MODELS = [0, 3, 5]  # grouped queries, a window, soft caps
+
+
+def long_logits(index: int, dtype: str, *, threads: int, block_size: int, chunk: int, alone: bool) -> Floats:
+    """Logits of the last 8 positions of a long sequence, decoded one by one after a prompt in chunks."""
+    tokens, company = tokens_of(0, LONG), tokens_of(1, 8)
+    own_blocks = -(-LONG // block_size)
+    other_blocks = -(-len(company) // block_size)
+    pool_tokens = (own_blocks + other_blocks) * block_size
+    order = [int(block) for block in np.random.default_rng(chunk).permutation(own_blocks + other_blocks)]
+    table, other_table = order[:own_blocks], order[own_blocks:]
+    loaded = load(index, threads=threads, block_size=block_size, dtype=dtype, pool_tokens=pool_tokens)
+    found = []
+    with closing(loaded) as model:
+        for start in range(0, LONG - 8, chunk):
+            stop = min(start + chunk, LONG - 8)
+            model.logits(make_batch([Row(tokens, start, stop, table)], block_size))
+        for step in range(8):
+            rows = [Row(tokens, LONG - 8 + step, LONG - 7 + step, table)]
+            if not alone:
+                rows.append(Row(company, step, step + 1, other_table))
+            found.append(model.logits(make_batch(rows, block_size))[0])
+    return np.array(found)
+
+
+@functools.cache
+def long_logits_alone(index: int, dtype: str) -> Floats:
+    return long_logits(index, dtype, threads=1, block_size=16, chunk=128, alone=True)
+
+
+@pytest.mark.parametrize("index", LONG_CONTEXT_MODELS)
+@pytest.mark.parametrize(
+    ("threads", "block_size", "chunk", "dtype"), [(2, 32, 100, "f32"), (3, 16, 128, "f16"), (4, 8, 61, "f32")]
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_x1_long_contexts_that_threads_share_keep_their_bits(
+    index: int, threads: int, block_size: int, chunk: int, dtype: str, alone: bool
+) -> None:
+    logits = long_logits(index, dtype, threads=threads, block_size=block_size, chunk=chunk, alone=alone)
+    assert np.array_equal(logits.view(np.int32), long_logits_alone(index, dtype).view(np.int32))
