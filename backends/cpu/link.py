@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu import record as graph
-from mvllm.backends.cpu.crossover import thresholds_of_this_machine
 from mvllm.backends.cpu.attention_kernels import score_function, values_function
+from mvllm.backends.cpu.crossover import thresholds_of_this_machine
 from mvllm.backends.cpu.kv_pool import KvPool
 from mvllm.backends.cpu.layout import NARROW
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
