@@ -14,17 +14,21 @@ from mvllm.backends.cpu.layout import (
     MINUS_LOW_SUM_OFFSET,
     MINUS_SUM_OFFSET,
     NARROW,
-    QUANTIZED,
     SCALE_OFFSET,
     SCALED_SUM_OFFSET,
     WIDE,
     ActivationLayout,
 )
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
+from mvllm.core.load.mlx_format import MLX_FORMATS
 from mvllm.core.load.quantized import QUANT_FORMATS
-from mvllm.core.load.weights import DenseWeight, QuantizedWeight
+from mvllm.core.load.weights import AffineWeight, DenseWeight, HostWeight, QuantizedWeight
+from tests.model_files import to_dense_type
 
-FORMATS = (*QUANTIZED, *DENSE)
+MLX_EXAMPLES = ("MLX3_G128_F32", "MLX6_G32_F16", "MLX8_G64_BF16")
+"""Together they have every size of group, every type of scale, and codes of 2 or 3 bits kept in 4."""
+
+FORMATS = (*QUANT_FORMATS, *MLX_EXAMPLES, *DENSE)
 
 
 def _record(layout: ActivationLayout) -> np.dtype:
@@ -57,9 +61,7 @@ _HALF_OFFSETS = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2),
 """Where a file block holds float16 factors, if not only at its start."""
 
 
-def random_weight(
-    format_name: str, rows: int, inputs: int, rng: np.random.Generator
-) -> DenseWeight | QuantizedWeight:
+def random_weight(format_name: str, rows: int, inputs: int, rng: np.random.Generator) -> HostWeight:
     """A weight with random contents; `inputs` a multiple of the format's block."""
     if format_name in DENSE:
         values = rng.standard_normal((rows, inputs), np.float32)
@@ -68,6 +70,8 @@ def random_weight(
         if format_name == "BF16":
             return DenseWeight(format_name, format_name, (values.view(np.uint32) >> 16).astype(np.uint16))
         return DenseWeight(format_name, format_name, values)
+    if format_name in MLX_FORMATS:
+        return _random_affine(format_name, rows, inputs, rng)
     format = QUANT_FORMATS[format_name]
     shape = (rows, inputs // format.block_size)
     blocks = rng.integers(0, 256, (*shape, format.block_bytes), dtype=np.uint8)
@@ -77,7 +81,20 @@ def random_weight(
     return QuantizedWeight(format_name, format, blocks.reshape(rows, -1))
 
 
-def packed(weight: DenseWeight | QuantizedWeight, isa: Isa) -> PackedMatrix:
+def _random_affine(format_name: str, rows: int, inputs: int, rng: np.random.Generator) -> AffineWeight:
+    """Any codes and factors, not only those that a quantizer would choose."""
+    format, scale_type = MLX_FORMATS[format_name], format_name.rpartition("_")[-1]
+    codes = rng.integers(0, 2**32, (rows, inputs * format.bits // 32), dtype=np.uint32)
+    scales, biases = (
+        to_dense_type(
+            rng.uniform(-0.02, 0.02, (rows, inputs // format.group_size)).astype(np.float32), scale_type
+        )
+        for _ in range(2)
+    )
+    return AffineWeight(format_name, format, codes, scales, biases)
+
+
+def packed(weight: HostWeight, isa: Isa) -> PackedMatrix:
     return pack_matrix([weight], Arena(), isa=isa)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED
+from mvllm.backends.cpu.layout import DENSE, GROUP, QUANTIZED, packed_format
 from mvllm.backends.cpu.threads import default_threads
 from mvllm.core.errors import ConfigError, ModelFileError, shown
+from mvllm.core.load.mlx_format import MLX_FORMATS
+from mvllm.core.load.quantized import QUANT_FORMATS
 from mvllm.core.model.spec import ModelSpec
 from mvllm.core.tensor import Backend, Capabilities, KvGeometry, Model, ModelWeights, Weight
 
@@ -79,11 +81,12 @@ def _matrices(weights: ModelWeights) -> list[Weight]:
 
 def _unsupported_matrix(weight: Weight) -> str | None:
     name = weight.format_name
-    if name not in DENSE and name not in QUANTIZED:
-        known = ", ".join([*DENSE, *QUANTIZED])
+    packed = packed_format(name)
+    if packed is None:
+        known = ", ".join([*DENSE, *QUANT_FORMATS, *MLX_FORMATS])
         return f"weight {weight.name} has format {name}; the cpu backend knows {known}"
     inputs = weight.shape[1]
-    group = GROUP * QUANTIZED[name].superblock if name in QUANTIZED else 1
+    group = GROUP * QUANTIZED[packed].superblock if packed in QUANTIZED else 1
     if inputs % group:
         return f"weight {weight.name} has {inputs} inputs, {name} needs a multiple of {group}"
     return None

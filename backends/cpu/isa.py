@@ -164,7 +164,7 @@ def _add_dots(emitter: Emitter, x: Dots, y: Dots) -> Dots:
 
 def _dot_avx2_signed(emitter: Emitter, operands: Operands) -> Dots:
     """8-bit codes: unsigned products would overflow 16 bits, so the sign moves to the activation."""
-    assert operands.zero == 128
+    assert operands.zero in (0, 128)
     builder, bytes_ = emitter.builder, vector(I8, 32)
 
     def step(total: Value, codes: Value, activation: Value) -> Value:
@@ -175,8 +175,13 @@ def _dot_avx2_signed(emitter: Emitter, operands: Operands) -> Dots:
         product = emitter.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, 16), magnitude, turned)
         return builder.add(total, _add_pairs_avx2(emitter, product))
 
-    zeros = [[constant(I32, 8, 0)] * operands.blocks for _ in operands.activations]
-    return _add_words(emitter, operands, range(operands.words), zeros, step)
+    starts = []
+    for token in range(len(operands.activations)):
+        start = constant(I32, 8, 0)
+        if operands.zero == 0:  # what the signs take away
+            start = builder.sub(start, builder.shl(operands.minus_sum(token), constant(I32, 8, 7)))
+        starts.append([start] * operands.blocks)
+    return _add_words(emitter, operands, range(operands.words), starts, step)
 
 
 def _dot_avx2_wide(emitter: Emitter, operands: Operands) -> Dots:

@@ -204,8 +204,9 @@ def kernel_sources() -> list[Path]:
     """Every file whose code or constants end up in compiled kernels."""
     core = Path(mvllm.core.__path__[0])
     sampler = sorted((core / "sampling").glob("*.py"))
-    single = [core / "request.py", core / "step.py", core / "load" / "quantized.py"]
-    return [*sorted(Path(__file__).parent.glob("*.py")), *sampler, *single]
+    single = [core / "request.py", core / "step.py"]
+    formats = [core / "load" / "quantized.py", core / "load" / "mlx_format.py"]
+    return [*sorted(Path(__file__).parent.glob("*.py")), *sampler, *single, *formats]
 
 
 def sources_digest(sources: Iterable[Path], salt: str = "") -> str:

@@ -8,9 +8,12 @@ Quantized row block, for each superblock of 32 * `superblock` inputs:
     super scales   float16[lanes]                    only if superblock > 1
     super biases   float16[lanes]                    only if superblock > 1 and with a bias
     then per group of 32 inputs:
-    scales         float16[lanes], or int8[32 / group_size][lanes] if superblock > 1
-    biases         float16[lanes], or int8[lanes] if superblock > 1; only with a bias
+    scales         factors[lanes], or int8[32 / group_size][lanes] if superblock > 1
+    biases         factors[lanes], or int8[lanes] if superblock > 1; only with a bias
     codes          see below
+
+Factors are float16, or of another dense type for scales and biases that float16 can't hold (`AFFINE...`).
+Groups of 64 or 128 inputs are packed as groups of 32 with the same factors, codes of 2 and 3 bits in 4 bits.
 
 Codes come as eight quads: quad j of row r holds the codes of its inputs 4j to 4j+3 in four bytes.
 
@@ -33,6 +36,9 @@ Activations for a quantized matrix, per group of 32 inputs a record (`Activation
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from mvllm.core.load.mlx_format import MLX_FORMATS
+from mvllm.core.load.weights import DENSE_DTYPES
 
 GROUP = 32
 """Inputs per activation scale, and per step of a quantized kernel."""
@@ -85,8 +91,9 @@ class QuantLayout:
     bits: int
     zero: int  # the code of 0 before the bias; 0 or a power of two
     has_bias: bool
-    superblock: int = 1  # groups of 32 inputs under one super scale; 1: scales are float16, not factored
+    superblock: int = 1  # groups of 32 inputs under one super scale; 1: scales are not factored
     scales: int = 1  # scales per group of 32 inputs
+    factor_type: str = "F16"  # of scales and biases that are not factored, one of `DENSE`
 
     @property
     def factored(self) -> bool:
@@ -102,11 +109,16 @@ class QuantLayout:
         """Vectors of codes per group."""
         return QUADS if self.bits == 8 else QUADS // 2 + self.high_bits
 
+    @property
+    def factor_bytes(self) -> int:
+        """Of a scale or a bias in a group."""
+        return 1 if self.factored else DENSE_DTYPES[self.factor_type].itemsize
+
     def bias_offset(self, lanes: int) -> int:
-        return self.scales * lanes if self.factored else 2 * lanes
+        return self.scales * lanes * self.factor_bytes
 
     def codes_offset(self, lanes: int) -> int:
-        bias_bytes = (1 if self.factored else 2) * lanes if self.has_bias else 0
+        bias_bytes = self.factor_bytes * lanes if self.has_bias else 0
         return self.bias_offset(lanes) + bias_bytes
 
     def group_bytes(self, lanes: int) -> int:
@@ -128,6 +140,10 @@ class DenseLayout:
     value_bytes: int
 
 
+def _affine(bits: int, factor_type: str) -> QuantLayout:
+    return QuantLayout(f"AFFINE{bits}_{factor_type}", bits, zero=0, has_bias=True, factor_type=factor_type)
+
+
 QUANTIZED = {
     layout.format_name: layout
     for layout in (
@@ -139,9 +155,18 @@ QUANTIZED = {
         QuantLayout("Q4_K", bits=4, zero=0, has_bias=True, superblock=8),
         QuantLayout("Q5_K", bits=5, zero=0, has_bias=True, superblock=8),
         QuantLayout("Q6_K", bits=6, zero=32, has_bias=False, superblock=8, scales=2),
+        *(_affine(bits, factor_type) for bits in (4, 5, 6, 8) for factor_type in ("F32", "F16", "BF16")),
     )
 }
 DENSE = {
     layout.format_name: layout
     for layout in (DenseLayout("F32", 4), DenseLayout("F16", 2), DenseLayout("BF16", 2))
 }
+
+
+def packed_format(format_name: str) -> str | None:
+    """The entry of `QUANTIZED` or `DENSE` as which weights of a file's format are packed; None: unknown."""
+    if format_name in MLX_FORMATS:
+        factor_type = format_name.rpartition("_")[-1]
+        return f"AFFINE{max(4, MLX_FORMATS[format_name].bits)}_{factor_type}"
+    return format_name if format_name in QUANTIZED or format_name in DENSE else None

@@ -6,6 +6,7 @@ import functools
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +14,11 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu import linear
 from mvllm.backends.cpu.isa import Isa, selected
 from mvllm.backends.cpu.jit import NativeFunction
-from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, ActivationLayout
+from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, ActivationLayout, packed_format
+from mvllm.backends.cpu.pack_affine import affine_packer
 from mvllm.backends.cpu.pack_kernels import row_packer
 from mvllm.core.load.mapped import release_pages
-from mvllm.core.load.weights import DenseWeight, QuantizedWeight
+from mvllm.core.load.weights import AffineWeight, HostWeight
 from mvllm.core.tensor import Weight
 from mvllm.core.types import ceil_div
 
@@ -142,7 +144,7 @@ def pack_matrix(
     alternate: bool = False,
     start: StartTask = call_now,
 ) -> PackedMatrix:
-    """Pack matrices of the same format and number of inputs as one.
+    """Pack matrices of the same packed format and number of inputs as one.
 
     Rows are concatenated. With `alternate` the row blocks of the weights take turns instead (they have
     equally many rows then, each padded to whole blocks). Mutates the arena.
@@ -153,9 +155,9 @@ def pack_matrix(
     """
     isa = isa or selected()
     first = weights[0]
-    format_name = first.format_name
+    format_name = _packed_format(first)
     inputs = first.shape[1]
-    assert all(w.format_name == format_name and w.shape[1] == inputs for w in weights), "unlike weights"
+    assert all(_packed_format(w) == format_name and w.shape[1] == inputs for w in weights), "unlike weights"
     streams = [[weight] for weight in weights] if alternate else [list(weights)]
     blocks_each = [ceil_div(sum(w.shape[0] for w in stream), isa.lanes) for stream in streams]
     assert len(set(blocks_each)) == 1, "alternating weights need equally many rows"
@@ -175,6 +177,12 @@ def pack_matrix(
     )
 
 
+def _packed_format(weight: Weight) -> str:
+    name = packed_format(weight.format_name)
+    assert name is not None, "the backend refuses unknown formats"
+    return name
+
+
 def block_bytes(format_name: str, inputs: int, isa: Isa) -> int:
     """Bytes of one row block."""
     if format_name in DENSE:
@@ -185,41 +193,43 @@ def block_bytes(format_name: str, inputs: int, isa: Isa) -> int:
 
 def _pack_stream(weights: list[Weight], blocks: NDArray[np.uint8], isa: Isa, start: StartTask) -> None:
     """Write the concatenated rows of `weights` into consecutive row blocks."""
-    packer = row_packer(weights[0].format_name, isa)
+    for weight in weights:
+        _packer(weight, isa)  # compiled here, once, and not by several threads at once
     rows_at_once = max(1, _TASK_WEIGHTS // (weights[0].shape[1] * isa.lanes)) * isa.lanes
     rows = sum(weight.shape[0] for weight in weights)
     for first in range(0, rows, rows_at_once):
         last = min(first + rows_at_once, rows)
         target = blocks[first // isa.lanes : ceil_div(last, isa.lanes)]
-        start(functools.partial(_pack_rows, packer, _pieces(weights, first, last), target, isa))
+        start(functools.partial(_pack_rows, _pieces(weights, first, last), target, isa))
 
 
-def _pack_rows(packer: NativeFunction, pieces: Sequence[_Piece], target: NDArray[np.uint8], isa: Isa) -> None:
-    """Write the rows of `pieces` into the row blocks `target`; a last block's missing rows stay zero."""
-    addresses = np.zeros(len(target) * isa.lanes, np.int64)
-    found = np.concatenate([_row_addresses(piece) for piece in pieces])
-    addresses[: len(found)] = found
-    weight = pieces[0].weight
-    packer.ctypes(addresses.ctypes.data, len(target), target.ctypes.data, target.strides[0], _units(weight))
-    for piece in pieces:
-        # Reordered rows stay within a head, so few pages are missed.
-        release_pages(piece.weight.stored[piece.first : piece.last])
+def _packer(weight: Weight, isa: Isa) -> NativeFunction:
+    make = affine_packer if isinstance(weight, AffineWeight) else row_packer
+    return make(weight.format_name, isa)
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
     """Rows [first, last) of a weight."""
 
-    weight: DenseWeight | QuantizedWeight
+    weight: HostWeight
     first: int
     last: int
+
+    @property
+    def arrays(self) -> list[NDArray[Any]]:
+        """Where the rows lie in the file's memory, in the order that the packer wants."""
+        weight = self.weight
+        if isinstance(weight, AffineWeight):
+            return [weight.stored, weight.scales, weight.biases]
+        return [weight.stored]
 
 
 def _pieces(weights: list[Weight], first: int, last: int) -> list[_Piece]:
     """The parts of the concatenated rows [first, last)."""
     pieces = []
     for weight in weights:
-        assert isinstance(weight, DenseWeight | QuantizedWeight), weight
+        assert isinstance(weight, HostWeight), weight
         rows = weight.shape[0]
         if first < rows and last > 0:
             pieces.append(_Piece(weight, max(first, 0), min(last, rows)))
@@ -227,19 +237,32 @@ def _pieces(weights: list[Weight], first: int, last: int) -> list[_Piece]:
     return pieces
 
 
-def _row_addresses(piece: _Piece) -> NDArray[np.int64]:
-    """Where the rows lie in the file's memory."""
-    stored, order = piece.weight.stored, piece.weight.row_order
-    assert stored.strides[1] == stored.itemsize, "a row's values are neighbours"
+def _pack_rows(pieces: Sequence[_Piece], target: NDArray[np.uint8], isa: Isa) -> None:
+    """Write the rows of `pieces` into the row blocks `target`; a last block's missing rows stay zero."""
+    row = 0
+    for piece in pieces:
+        addresses = np.zeros((len(target) * isa.lanes, len(piece.arrays)), np.int64)
+        following = row + piece.last - piece.first
+        for index, array in enumerate(piece.arrays):
+            addresses[row:following, index] = _row_addresses(array, piece)
+        row = following
+        packer = _packer(piece.weight, isa)
+        units = _units(piece.weight)
+        packer.ctypes(addresses.ctypes.data, len(target), target.ctypes.data, target.strides[0], units)
+        for array in piece.arrays:
+            # Reordered rows stay within a head, so few pages are missed.
+            release_pages(array[piece.first : piece.last])
+
+
+def _row_addresses(array: NDArray[Any], piece: _Piece) -> NDArray[np.int64]:
+    """Where the rows of a piece lie in one of its arrays."""
+    assert array.strides[1] == array.itemsize, "a row's values are neighbours"
+    order = piece.weight.row_order
     rows = np.arange(piece.first, piece.last) if order is None else order[piece.first : piece.last]
-    return stored.ctypes.data + stored.strides[0] * rows.astype(np.int64)
+    return array.ctypes.data + array.strides[0] * rows.astype(np.int64)
 
 
-def _units(weight: DenseWeight | QuantizedWeight) -> int:
+def _units(weight: HostWeight) -> int:
     """A row's values, or superblocks."""
-    inputs = weight.shape[1]
-    return (
-        inputs
-        if weight.format_name in DENSE
-        else inputs // (GROUP * QUANTIZED[weight.format_name].superblock)
-    )
+    inputs, format_name = weight.shape[1], _packed_format(weight)
+    return inputs if format_name in DENSE else inputs // (GROUP * QUANTIZED[format_name].superblock)

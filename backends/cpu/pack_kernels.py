@@ -17,14 +17,14 @@ from mvllm.backends.cpu.pointers import i64_at
 from mvllm.backends.cpu.vector import I1, I8, I16, I32, Emitter, Value, constant, emitted, vector
 from mvllm.core.load.quantized import QUANT_FORMATS
 
-_SIGNATURE = "void(int64, int64, int64, int64, int64)"
+PACKER_SIGNATURE = "void(int64, int64, int64, int64, int64)"
 _BYTES = vector(I8, GROUP)
 _SIGN_BIT = 0x8000  # of a float16
 
 
 @functools.cache
 def row_packer(format_name: str, isa: Isa) -> NativeFunction:
-    """A compiled `pack(rows, num_blocks, target, block_stride, units)` for a format.
+    """A compiled `pack(rows, num_blocks, target, block_stride, units)` for a dense or a GGUF format.
 
     `rows` is the address of int64[num_blocks * lanes], the addresses of the rows in the file, 0 for a row
     that stays as it is. `target` is the first row block, the next ones `block_stride` bytes apart. `units` is
@@ -38,7 +38,7 @@ def row_packer(format_name: str, isa: Isa) -> NativeFunction:
         function = _make_packer(
             format_name, isa.name, isa.lanes, file_bytes, layout.superblock_bytes(isa.lanes)
         )
-    return native_function(_SIGNATURE, function)
+    return native_function(PACKER_SIGNATURE, function)
 
 
 def _make_packer(
@@ -87,7 +87,7 @@ def _emit_pack_superblock(
     words = emitter.offset(target, emitter.times(lane, 4))
     for group, place in enumerate(groups):
         quads = emitter.builder.bitcast(_CODES[format_name](emitter, source, group), vector(I32, QUADS))
-        for plane, value in enumerate(_planes(emitter, layout, quads)):
+        for plane, value in enumerate(emit_planes(emitter, layout, quads)):
             emitter.store(value, words, place + layout.codes_offset(lanes) + plane * 4 * lanes)
 
 
@@ -234,7 +234,7 @@ _FACTORS: dict[str, Callable[[Emitter, QuantLayout, int, Value, Value, Value, li
 }
 
 
-def _planes(emitter: Emitter, layout: QuantLayout, quads: Value) -> list[Value]:
+def emit_planes(emitter: Emitter, layout: QuantLayout, quads: Value) -> list[Value]:
     """int32[8] of four codes each -> the int32 of each plane."""
     builder = emitter.builder
     if layout.bits == 8:

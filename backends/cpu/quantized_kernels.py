@@ -118,7 +118,7 @@ class Factors:
     def scales(self, header: list[Value], group: Value) -> list[Value]:
         """One scale, or two for the low and the high half of the group."""
         if not self._layout.factored:
-            return [self._half(group, 0)]
+            return [self._plain(group, 0)]
         offsets = [index * self._isa.lanes for index in range(self._layout.scales)]
         return [self._emitter.builder.fmul(header[0], self._small(group, offset)) for offset in offsets]
 
@@ -127,8 +127,21 @@ class Factors:
             return None
         offset = self._layout.bias_offset(self._isa.lanes)
         if not self._layout.factored:
-            return self._half(group, offset)
+            return self._plain(group, offset)
         return self._emitter.builder.fmul(header[1], self._small(group, offset))
+
+    def _plain(self, record: Value, offset: int) -> Value:
+        layout = self._layout
+        if layout.factor_type == "F16":
+            return self._half(record, offset)
+        builder, floats = self._emitter.builder, vector(F32, self._count)
+        address = self._at(record, layout.factor_bytes)
+        if layout.factor_type == "F32":
+            return self._emitter.load(floats, address, offset)
+        upper = builder.zext(
+            self._emitter.load(vector(I16, self._count), address, offset), vector(I32, self._count)
+        )
+        return builder.bitcast(builder.shl(upper, constant(I32, self._count, 16)), floats)
 
     def _half(self, record: Value, offset: int) -> Value:
         half = self._emitter.load(vector(F16, self._count), self._at(record, 2), offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mvllm.backends.cpu.layout import NARROW, QUANTIZED, WIDE, ActivationLayout
+from mvllm.backends.cpu.layout import NARROW, QUANTIZED, WIDE, ActivationLayout, packed_format
 from mvllm.backends.cpu.tables import Domain
 from mvllm.core.model.spec import Activation
 from mvllm.core.tensor import ModelWeights, TensorOps, Weight
@@ -106,7 +106,7 @@ class Recorder(TensorOps[Value]):
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
         activations = None
-        if weight.format_name in QUANTIZED:
+        if packed_format(weight.format_name) in QUANTIZED:
             activations = WIDE if id(weight) in self._sensitive else NARROW
         return self._record(Linear(weight, bias, activations), x, width=weight.shape[0])
 

@@ -15,7 +15,15 @@ from mvllm.backends.cpu import linear
 from mvllm.backends.cpu.crossover import NEVER, measure
 from mvllm.backends.cpu.isa import selected
 from mvllm.backends.cpu.jit import native_function
-from mvllm.backends.cpu.layout import ACTIVATION_LAYOUTS, DENSE, GROUP, NARROW, QUANTIZED, ActivationLayout
+from mvllm.backends.cpu.layout import (
+    ACTIVATION_LAYOUTS,
+    DENSE,
+    GROUP,
+    NARROW,
+    QUANTIZED,
+    ActivationLayout,
+    packed_format,
+)
 from mvllm.backends.cpu.memory import aligned_zeros
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
 from mvllm.backends.cpu.pointers import i64_at
@@ -23,8 +31,9 @@ from mvllm.backends.cpu.record import Linear, Recorder, sensitive_weights
 from mvllm.backends.cpu.team import Team, meet, worker_at
 from mvllm.core.errors import ConfigError
 from mvllm.core.load.contents import Checkpoint
+from mvllm.core.load.mlx_format import MLX_FORMATS
 from mvllm.core.load.quantized import QUANT_FORMATS
-from mvllm.core.load.weights import DENSE_DTYPES, DenseWeight, QuantizedWeight
+from mvllm.core.load.weights import DENSE_DTYPES, AffineWeight, DenseWeight, HostWeight, QuantizedWeight
 from mvllm.core.model.decoder import forward
 from mvllm.core.types import ceil_div
 
@@ -40,7 +49,7 @@ _SHAPE = re.compile(r"([A-Z0-9_]+)(?:/(narrow|wide))?:([0-9]{1,9})x([0-9]{1,9})"
 
 @dataclass(frozen=True)
 class ProductShape:
-    """A matrix of a format, and how finely its activations are rounded (means nothing for a dense format)."""
+    """A matrix in a packed format, and how finely its activations are rounded (nothing for a dense one)."""
 
     format_name: str
     rows: int
@@ -99,9 +108,10 @@ def shapes_of(checkpoint: Checkpoint) -> list[ProductShape]:
     products = [node.operation for node in recorder.nodes if isinstance(node.operation, Linear)]
     shapes = []
     for product in products:
+        format_name = packed_format(product.weight.format_name)
+        assert format_name is not None, "the loader refuses unknown formats"
         rows, inputs = product.weight.shape
-        records = product.activations or NARROW
-        shapes.append(ProductShape(product.weight.format_name, rows, inputs, records))
+        shapes.append(ProductShape(format_name, rows, inputs, product.activations or NARROW))
     return list(dict.fromkeys(shapes))
 
 
@@ -197,10 +207,24 @@ def _matrices(shape: ProductShape) -> list[PackedMatrix]:
     return matrices
 
 
-def _weight(format_name: str, rows: int, inputs: int) -> DenseWeight | QuantizedWeight:
+def _weight(format_name: str, rows: int, inputs: int) -> HostWeight:
     """Zeros, which take as long as other values."""
     if format_name in DENSE:
         return DenseWeight("zeros", format_name, np.zeros((rows, inputs), DENSE_DTYPES[format_name]))
+    if format_name not in QUANT_FORMATS:
+        return _affine_weight(format_name, rows, inputs)
     format = QUANT_FORMATS[format_name]
     stored = np.zeros((rows, inputs // format.block_size * format.block_bytes), np.uint8)
     return QuantizedWeight("zeros", format, stored)
+
+
+def _affine_weight(packed_name: str, rows: int, inputs: int) -> AffineWeight:
+    """Zeros in a format of MLX's that is packed as `packed_name`, with groups of 32."""
+    format = next(
+        format
+        for name, format in MLX_FORMATS.items()
+        if packed_format(name) == packed_name and format.group_size == GROUP
+    )
+    codes = np.zeros((rows, inputs * format.bits // 32), np.uint32)
+    factors = np.zeros((rows, inputs // GROUP), DENSE_DTYPES[format.name.rpartition("_")[-1]])
+    return AffineWeight("zeros", format, codes, factors, factors)

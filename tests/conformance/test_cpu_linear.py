@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu import isa as instruction_sets
 from mvllm.backends.cpu import jit, linear, quantized_kernels, quantized_panels
 from mvllm.backends.cpu.isa import Isa
-from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, WIDE, ActivationLayout
+from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, WIDE, ActivationLayout, packed_format
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
-from mvllm.core.load.weights import DenseWeight, QuantizedWeight
+from mvllm.core.load.mlx_format import MLX_FORMATS
+from mvllm.core.load.quantized import QUANT_FORMATS
+from mvllm.core.load.weights import DENSE_DTYPES, AffineWeight, DenseWeight, QuantizedWeight
 from tests.cpu_matrices import (
     FORMATS,
     RECORDS,
@@ -30,7 +33,7 @@ from tests.mutants.cpu_linear import emit_panel_tile_without_earlier_chunks, emi
 
 SELECTED = instruction_sets.selected()
 # The other instruction sets are shown on formats that together use all of their code.
-_REPRESENTATIVE = ("Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "F16")
+_REPRESENTATIVE = ("Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "MLX8_G64_BF16", "F16")
 CASES = [(SELECTED, name) for name in FORMATS] + [
     (isa, name) for isa in instruction_sets.available() if isa is not SELECTED for name in _REPRESENTATIVE
 ]
@@ -39,7 +42,7 @@ every_case = pytest.mark.parametrize(
 )
 
 PRODUCTS = [(isa, name, NARROW) for isa, name in CASES]
-PRODUCTS += [(isa, name, WIDE) for isa, name in CASES if name in _REPRESENTATIVE and name in QUANTIZED]
+PRODUCTS += [(isa, name, WIDE) for isa, name in CASES if name in _REPRESENTATIVE and name not in DENSE]
 every_product = pytest.mark.parametrize(
     ("isa", "format_name", "layout"),
     PRODUCTS,
@@ -48,6 +51,8 @@ every_product = pytest.mark.parametrize(
 
 
 def _inputs(format_name: str) -> tuple[int, ...]:
+    if format_name in MLX_FORMATS:
+        return MLX_FORMATS[format_name].group_size, 1536
     return (256, 1536) if format_name.endswith("_K") else (32, 64, 576, 1536)
 
 
@@ -73,6 +78,19 @@ def test_embedding_rows_are_the_exact_values(isa: Isa, format_name: str) -> None
     matrix = packed(weight, isa)
     expected = weight.to_float32()
     for token in (0, 1, isa.lanes, 2 * isa.lanes + 2):
+        row = np.full(matrix.inputs, np.nan, np.float32)
+        linear.embed_row(matrix.embedding_descriptor(), token, row.ctypes.data)
+        assert np.array_equal(row, expected[token])
+
+
+@pytest.mark.parametrize("format_name", ["MLX2_G64_BF16", "MLX4_G64_F16", "MLX5_G128_F32"])
+def test_codes_of_the_other_widths_are_packed_exactly_and_in_the_order_of_the_rows(format_name: str) -> None:
+    rng = np.random.default_rng(10)
+    weight = random_weight(format_name, SELECTED.lanes + 3, 256, rng)
+    assert isinstance(weight, AffineWeight)
+    reordered = replace(weight, row_order=rng.permutation(weight.shape[0]))
+    matrix, expected = packed(reordered, SELECTED), reordered.to_float32()
+    for token in range(weight.shape[0]):
         row = np.full(matrix.inputs, np.nan, np.float32)
         linear.embed_row(matrix.embedding_descriptor(), token, row.ctypes.data)
         assert np.array_equal(row, expected[token])
@@ -128,7 +146,7 @@ def test_the_exactness_property_catches_panels_that_start_anew_with_every_chunk(
     assert not np.array_equal(product(matrix, acts[:2], panels_from=2), alone[:2])
 
 
-@pytest.mark.parametrize("format_name", ["Q4_1", "Q6_K", "BF16"])
+@pytest.mark.parametrize("format_name", ["Q4_1", "Q6_K", "MLX3_G128_F32", "BF16"])
 def test_concatenated_weights_give_the_outputs_of_the_single_ones(format_name: str) -> None:
     rng = np.random.default_rng(4)
     weights = [random_weight(format_name, rows, 256, rng) for rows in (SELECTED.lanes + 3, 5, 40)]
@@ -214,3 +232,19 @@ def test_packed_matrices_start_on_cache_lines_and_say_what_they_are() -> None:
     assert arena.allocated_bytes == sum(matrix.nbytes for matrix in matrices)
     assert matrices[0].describe().startswith("Q5_0: [17, 32] Q5_0")
     assert set(QUANTIZED).isdisjoint(DENSE)
+
+
+def test_every_format_of_a_file_has_a_packed_form() -> None:
+    for name in (*QUANT_FORMATS, *MLX_FORMATS, *DENSE_DTYPES):
+        packed_name = packed_format(name)
+        assert packed_name in QUANTIZED or packed_name in DENSE
+    assert packed_format("Q3_K") is None
+
+
+def test_groups_of_different_sizes_are_packed_together() -> None:
+    rng = np.random.default_rng(9)
+    weights = [random_weight(name, SELECTED.lanes, 256, rng) for name in ("MLX3_G32_F32", "MLX3_G128_F32")]
+    joined = pack_matrix(weights, Arena())
+    x = rng.standard_normal((2, 256), np.float32)
+    apart = [product(matrix, activations(x, matrix)) for matrix in (packed(w, SELECTED) for w in weights)]
+    assert np.array_equal(product(joined, activations(x, joined)), np.concatenate(apart, axis=1))
