@@ -12,7 +12,7 @@ from mvllm.backends.mlx.options import MlxOptions
 from mvllm.backends.registry import create_backend
 from mvllm.bench.compare.plan import DEFAULT_PROMPTS, ComparedPrompt, Plan
 from mvllm.bench.compare.plot import check_plot, write_plot
-from mvllm.bench.compare.report import tables, to_json
+from mvllm.bench.compare.report import Thresholds, tables, to_json
 from mvllm.bench.compare.run import Comparison, run_comparison
 from mvllm.cli.prompts import PromptInput, read_prompt_file
 from mvllm.cli.terminal import download_progress, note, show_log_messages
@@ -72,6 +72,13 @@ _PLAIN_WIDTH = 160  # columns of a table that goes to a file or a pipe
     show_default=True,
     help="Name the first layer that adds more than this relative error.",
 )
+@click.option(
+    "--scale-threshold",
+    type=click.FloatRange(min=0, min_open=True),
+    default=4e-3,
+    show_default=True,
+    help="Name the first layer that is too large or too small by more than this share.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw it as SVG."
@@ -85,6 +92,7 @@ def compare(
     mlx_dense: bool,
     kv_dtype: str,
     layer_threshold: float,
+    scale_threshold: float,
     as_json: bool,
     plot: Path | None,
 ) -> None:
@@ -102,14 +110,15 @@ def compare(
     # Every backend gets the same ids, so unusual ones do no harm.
     tokenizer = Tokenizer.from_assets(checkpoint.text, allow_unknown_pretokenizer=True)
     plan = Plan(_prompts(prompts, tokenizer, checkpoint), max_tokens=max_tokens, kv_dtype=kv_dtype)
+    thresholds = Thresholds(layer_threshold, scale_threshold)
     show_log_messages()
     comparison = run_comparison(
         checkpoint, devices, plan, progress=lambda name: note(f"mvllm: running on {name}")
     )
     if as_json:
-        click.echo(json.dumps(to_json(comparison, layer_threshold, tokenizer.token_text)))
+        click.echo(json.dumps(to_json(comparison, thresholds, tokenizer.token_text)))
     else:
-        _print(comparison, layer_threshold, tokenizer)
+        _print(comparison, thresholds, tokenizer)
     if not comparison.results:
         raise click.ClickException("no backend could run this model")
     if plot is not None:
@@ -146,9 +155,9 @@ def _encode(prompt: PromptInput, tokenizer: Tokenizer, checkpoint: Checkpoint) -
     return ComparedPrompt(name, tuple(tokenizer.encode(text)))
 
 
-def _print(comparison: Comparison, threshold: float, tokenizer: Tokenizer) -> None:
+def _print(comparison: Comparison, thresholds: Thresholds, tokenizer: Tokenizer) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PLAIN_WIDTH)
-    for table in tables(comparison, threshold, tokenizer.token_text):
+    for table in tables(comparison, thresholds, tokenizer.token_text):
         console.print(table)

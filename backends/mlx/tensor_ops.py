@@ -9,7 +9,7 @@ import numpy as np
 
 from mvllm.backends.mlx.attention import GroupInputs, attend_group
 from mvllm.backends.mlx.batch_plan import BatchArrays, GraphShape
-from mvllm.backends.mlx.weights import DeviceWeights
+from mvllm.backends.mlx.weights import DeviceWeights, Matrix
 from mvllm.core.model.spec import Activation, ModelSpec
 from mvllm.core.tensor import TensorOps, Weight
 
@@ -80,10 +80,8 @@ class MlxOps(TensorOps[mx.array]):
 
     def linear(self, x: mx.array, weight: Weight, bias: Weight | None = None) -> mx.array:
         matrix = self._weights.matrix(weight)
-        if 1 < len(x) <= self._rows_apart:
-            product = mx.concatenate([matrix.product(x[row : row + 1]) for row in range(len(x))])
-        else:
-            product = matrix.product(x)
+        apart = 1 < len(x) <= self._rows_apart
+        product = row_by_row(matrix, x) if apart else matrix.product(x)
         return product if bias is None else product + self._weights.vector(bias)
 
     def rotate(self, x: mx.array, rope: int) -> mx.array:
@@ -162,6 +160,11 @@ class MlxOps(TensorOps[mx.array]):
             )
             self._rotations[rope] = cos, sin
         return self._rotations[rope]
+
+
+def row_by_row(matrix: Matrix, x: mx.array) -> mx.array:
+    """[M, K] -> [M, N], each row a product of its own."""
+    return mx.concatenate([matrix.product(x[row : row + 1]) for row in range(len(x))])
 
 
 def _gelu_tanh(x: mx.array) -> mx.array:

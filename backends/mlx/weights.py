@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mvllm.backends.mlx.device import DTYPES, is_gpu, require_memory
-from mvllm.backends.mlx.encode import MlxGroups, encode, has_exact_form, is_quantized
+from mvllm.backends.mlx.encode import encode, has_exact_form, is_quantized
 from mvllm.backends.mlx.options import MlxOptions
 from mvllm.core.load.mapped import release_pages
 from mvllm.core.load.weights import AffineWeight, DenseWeight, QuantizedWeight
@@ -86,8 +86,6 @@ Matrix = DenseMatrix | QuantizedMatrix
 class DeviceWeights:
     """Owns the device's copies of all weights, and of the rotary tables. Nothing is loaded later.
 
-    Scales keep float32 with float32 activations: MLX rounds what it dequantizes to the scales' type.
-
     Raises:
         CapacityError: memory for one can't be had.
     """
@@ -102,8 +100,8 @@ class DeviceWeights:
         device: mx.Device,
     ) -> None:
         self._dtype = DTYPES[options.activations]
-        self._keep_dense = options.dense
-        self._by_input = not is_gpu(device)
+        self._options = options
+        self._device = device
         self._matrices: dict[int, tuple[Weight, Matrix]] = {}  # by id of the weight
         self._vectors: dict[int, tuple[Weight, mx.array]] = {}
         for weight in _all(weights):
@@ -140,29 +138,43 @@ class DeviceWeights:
     def _add_matrix(self, weight: Weight) -> None:
         if id(weight) in self._matrices:
             return
-        rows, inputs = weight.shape
-        require_memory(4 * rows * inputs, f"weight {weight.name} as float32")
-        quantized = is_quantized(weight) and (has_exact_form(weight) or not self._keep_dense)
-        matrix = self._quantized(weight) if quantized else self._dense(weight)
+        matrix = place_matrix(weight, self._options, self._device)
         self._matrices[id(weight)] = weight, matrix
-        if isinstance(weight, (DenseWeight, QuantizedWeight, AffineWeight)):
-            release_pages(weight.stored)
 
-    def _quantized(self, weight: Weight) -> QuantizedMatrix:
-        assert isinstance(weight, (QuantizedWeight, AffineWeight))
-        groups: MlxGroups = encode(weight)
-        scales, biases = (mx.array(part).astype(self._dtype) for part in (groups.scales, groups.biases))
-        matrix = QuantizedMatrix(groups.bits, groups.group_size, mx.array(groups.codes), scales, biases)
-        mx.eval(matrix.codes, matrix.scales, matrix.biases)
-        return matrix
 
-    def _dense(self, weight: Weight) -> DenseMatrix:
-        values = weight.to_float32()
-        if self._by_input:
-            values = np.ascontiguousarray(values.T)
-        on_device = mx.array(values).astype(self._dtype)
-        mx.eval(on_device)
-        return DenseMatrix(on_device, self._by_input)
+def place_matrix(weight: Weight, options: MlxOptions, device: mx.Device) -> Matrix:
+    """A weight [N, K] on the device, in the form that the options ask for.
+
+    Raises:
+        CapacityError: memory for it can't be had.
+    """
+    rows, inputs = weight.shape
+    require_memory(4 * rows * inputs, f"weight {weight.name} as float32")
+    quantized = is_quantized(weight) and (has_exact_form(weight) or not options.dense)
+    dtype = DTYPES[options.activations]
+    matrix = _quantized(weight, dtype) if quantized else _dense(weight, dtype, by_input=not is_gpu(device))
+    if isinstance(weight, (DenseWeight, QuantizedWeight, AffineWeight)):
+        release_pages(weight.stored)
+    return matrix
+
+
+def _quantized(weight: Weight, dtype: mx.Dtype) -> QuantizedMatrix:
+    """Scales keep float32 with float32 activations: MLX rounds what it dequantizes to the scales' type."""
+    assert isinstance(weight, (QuantizedWeight, AffineWeight))
+    groups = encode(weight)
+    scales, biases = (mx.array(part).astype(dtype) for part in (groups.scales, groups.biases))
+    matrix = QuantizedMatrix(groups.bits, groups.group_size, mx.array(groups.codes), scales, biases)
+    mx.eval(matrix.codes, matrix.scales, matrix.biases)
+    return matrix
+
+
+def _dense(weight: Weight, dtype: mx.Dtype, *, by_input: bool) -> DenseMatrix:
+    values = weight.to_float32()
+    if by_input:
+        values = np.ascontiguousarray(values.T)
+    on_device = mx.array(values).astype(dtype)
+    mx.eval(on_device)
+    return DenseMatrix(on_device, by_input)
 
 
 def _all(weights: ModelWeights) -> list[Weight]:

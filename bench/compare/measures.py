@@ -39,10 +39,13 @@ class LogprobError:
 
 @dataclass(frozen=True)
 class LayerError:
-    """At one layer border: root mean squares over the tokens of |difference| / |the base's activations|."""
+    """At one layer border. `total` and `added` are root mean squares over the tokens of |difference| / |the
+    base's activations|; `scale` is a median over the tokens.
+    """
 
     total: float  # of the activations
     added: float  # of what the layer itself made of it: this border's difference minus the one before
+    scale: float  # by how much what the layer adds to the activations is too large, relatively
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,15 @@ def first_above(layers: Sequence[LayerError], threshold: float) -> int | None:
     return next((border for border, error in enumerate(layers) if not error.added <= threshold), None)
 
 
+def first_off_scale(layers: Sequence[LayerError], threshold: float) -> int | None:
+    """The first border whose layer is too large or too small by more than `threshold`, or by no number.
+
+    Rounding turns the activations in random directions and leaves their scale: a systematic error stands out
+    here even if it is smaller than the rounding.
+    """
+    return next((border for border, error in enumerate(layers) if not abs(error.scale) <= threshold), None)
+
+
 def _divergences(base: Observation, other: Observation) -> tuple[Divergence, ...]:
     found = []
     for prompt, (theirs, ours) in enumerate(zip(base.greedy, other.greedy, strict=True)):
@@ -125,14 +137,23 @@ def _layer_errors(
     base: Sequence[Sequence[NDArray[np.float32]]], other: Sequence[Sequence[NDArray[np.float32]]]
 ) -> tuple[LayerError, ...]:
     errors = []
-    before: NDArray[np.float64] | None = None
+    before = np.zeros((1, 1)), np.zeros((1, 1))  # (base's activations, difference)
     for border in range(len(base[0])):
         theirs = np.concatenate([taps[border] for taps in base]).astype(np.float64)
         difference = np.concatenate([taps[border] for taps in other]) - theirs  # [all tokens, hidden]
-        added = difference if before is None else difference - before
-        errors.append(LayerError(_relative(difference, theirs), _relative(added, theirs)))
-        before = difference
+        contribution, added = theirs - before[0], difference - before[1]
+        errors.append(
+            LayerError(_relative(difference, theirs), _relative(added, theirs), _scale(added, contribution))
+        )
+        before = theirs, difference
     return tuple(errors)
+
+
+def _scale(added: NDArray[np.float64], contribution: NDArray[np.float64]) -> float:
+    """The median over rows of the part of `added` along `contribution`, relative to it."""
+    squares = np.sum(contribution**2, axis=-1)
+    along = np.sum(added * contribution, axis=-1)
+    return float(np.median(along / np.where(squares == 0, 1.0, squares)))
 
 
 def _relative(difference: NDArray[np.float64], values: NDArray[np.float64]) -> float:

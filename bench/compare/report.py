@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from mvllm.bench.compare.measures import Difference, Divergence, Result, first_above
+from mvllm.bench.compare.measures import Difference, Divergence, Result, first_above, first_off_scale
 from mvllm.bench.compare.run import Comparison
 from mvllm.core.types import TokenId
 
@@ -17,22 +18,31 @@ TokenText = Callable[[TokenId], str]
 _MIB = 2**20
 
 
-def to_json(comparison: Comparison, threshold: float, text: TokenText) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Thresholds:
+    """Which layers are named."""
+
+    added: float = 5e-3  # those that add more than this relative error
+    scale: float = 4e-3  # those whose scale is off by more than this
+
+
+def to_json(comparison: Comparison, thresholds: Thresholds, text: TokenText) -> dict[str, Any]:
     """Plain values; a number that is not finite becomes None, which JSON can express."""
     plan = comparison.plan
     return {
         "base": comparison.base,
         "max_tokens": plan.max_tokens,
-        "layer_threshold": threshold,
+        "layer_threshold": thresholds.added,
+        "scale_threshold": thresholds.scale,
         "prompts": [{"name": p.name, "token_ids": list(p.token_ids)} for p in plan.prompts],
         "backends": {
-            result.backend: _result_fields(result, threshold, text) for result in comparison.results
+            result.backend: _result_fields(result, thresholds, text) for result in comparison.results
         },
         "failures": {failure.backend: failure.reason for failure in comparison.failures},
     }
 
 
-def _result_fields(result: Result, threshold: float, text: TokenText) -> dict[str, Any]:
+def _result_fields(result: Result, thresholds: Thresholds, text: TokenText) -> dict[str, Any]:
     footprint = result.footprint
     return {
         "load_seconds": footprint.load_seconds,
@@ -44,11 +54,11 @@ def _result_fields(result: Result, threshold: float, text: TokenText) -> dict[st
             {"sequences": speed.sequences, "prefill": speed.prefill, "decode": speed.decode}
             for speed in result.speeds
         ],
-        "difference": result.difference and _difference_fields(result.difference, threshold, text),
+        "difference": result.difference and _difference_fields(result.difference, thresholds, text),
     }
 
 
-def _difference_fields(difference: Difference, threshold: float, text: TokenText) -> dict[str, Any]:
+def _difference_fields(difference: Difference, thresholds: Thresholds, text: TokenText) -> dict[str, Any]:
     error = difference.logprob_error
     return {
         "greedy_agreement": difference.agreement,
@@ -59,9 +69,15 @@ def _difference_fields(difference: Difference, threshold: float, text: TokenText
             "largest": _finite(error.largest),
             "kl_divergence": _finite(error.divergence),
         },
-        "first_layer_above_threshold": _layer_name(first_above(difference.layers, threshold)),
+        "first_layer_above_threshold": _layer_name(first_above(difference.layers, thresholds.added)),
+        "first_layer_off_scale": _layer_name(first_off_scale(difference.layers, thresholds.scale)),
         "layers": [
-            {"layer": _layer_name(border), "error": _finite(layer.total), "added": _finite(layer.added)}
+            {
+                "layer": _layer_name(border),
+                "error": _finite(layer.total),
+                "added": _finite(layer.added),
+                "scale": _finite(layer.scale),
+            }
             for border, layer in enumerate(difference.layers)
         ],
     }
@@ -94,7 +110,7 @@ def _layer_name(border: int | None) -> int | str | None:
 # --- tables -------------------------------------------------------------------------------------------------
 
 
-def tables(comparison: Comparison, threshold: float, text: TokenText) -> Iterator[Table]:
+def tables(comparison: Comparison, thresholds: Thresholds, text: TokenText) -> Iterator[Table]:
     """Speed and memory, then what differs from the base: tokens, first divergences, layers."""
     yield _speed_table(comparison)
     others = [
@@ -102,7 +118,7 @@ def tables(comparison: Comparison, threshold: float, text: TokenText) -> Iterato
     ]
     if not others:
         return
-    yield _difference_table(comparison, others, threshold)
+    yield _difference_table(comparison, others, thresholds)
     if any(difference.divergences for _, difference in others):
         yield _divergence_table(comparison, others, text)
     yield _layer_table(comparison, others)
@@ -139,22 +155,26 @@ def _speed_table(comparison: Comparison) -> Table:
 
 
 def _difference_table(
-    comparison: Comparison, others: list[tuple[str, Difference]], threshold: float
+    comparison: Comparison, others: list[tuple[str, Difference]], thresholds: Thresholds
 ) -> Table:
     table = Table(title=f"Difference from {comparison.base}", title_justify="left")
     table.add_column("backend")
     headings = ("same greedy token", "same answers", "logprob error", "largest", "KL, nats")
-    for heading in (*headings, f"first layer above {threshold:g}"):
+    layers = (f"first layer above {thresholds.added:g}", f"first off scale by {thresholds.scale:g}")
+    for heading in (*headings, *layers):
         table.add_column(heading, justify="right")
     for name, difference in others:
         error = difference.logprob_error
-        layer = _layer_name(first_above(difference.layers, threshold))
+        first = (
+            first_above(difference.layers, thresholds.added),
+            first_off_scale(difference.layers, thresholds.scale),
+        )
         table.add_row(
             name,
             f"{100 * difference.agreement:.1f} %",
             f"{difference.same_answers} of {len(comparison.plan.prompts)}",
             *(f"{value:.2e}" for value in (error.mean, error.largest, error.divergence)),
-            "none" if layer is None else str(layer),
+            *("none" if border is None else str(_layer_name(border)) for border in first),
         )
     return table
 
@@ -177,7 +197,7 @@ def _divergence_table(comparison: Comparison, others: list[tuple[str, Difference
 
 def _layer_table(comparison: Comparison, others: list[tuple[str, Difference]]) -> Table:
     table = Table(
-        title=f"Error after each layer, relative to {comparison.base} (added by the layer)",
+        title=f"Error after each layer, relative to {comparison.base} (added by the layer; its scale)",
         title_justify="left",
     )
     table.add_column("layer")
@@ -185,7 +205,8 @@ def _layer_table(comparison: Comparison, others: list[tuple[str, Difference]]) -
         table.add_column(name, justify="right")
     for border in range(len(others[0][1].layers)):
         errors = [difference.layers[border] for _, difference in others]
-        table.add_row(str(_layer_name(border)), *(f"{e.total:.2e} ({e.added:.2e})" for e in errors))
+        cells = (f"{e.total:.2e} ({e.added:.2e}; {e.scale:+.1e})" for e in errors)
+        table.add_row(str(_layer_name(border)), *cells)
     return table
 
 

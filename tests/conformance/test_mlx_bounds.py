@@ -49,6 +49,22 @@ def test_a_step_writes_the_pool_in_place(exact: bool) -> None:
         assert mx.get_peak_memory() - before < POOL_BYTES / 8
 
 
+def test_a_compiled_graph_computes_the_same_and_writes_in_place_too() -> None:
+    """One shape only: on the CPU device MLX takes seconds to compile its kernels."""
+    batch = make_batch([Row([1, 2, 3], 0, 3, [7])], BLOCK_SIZE)
+    size = geometry(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    with closing(load(size)) as plain:
+        expected, blocks = plain.logits(batch), plain.read_blocks([7])
+    with closing(load(size, MlxOptions(compile=True))) as model:
+        model.logits(batch)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        np.testing.assert_allclose(model.logits(batch), expected, atol=1e-5, rtol=0)
+        assert mx.get_peak_memory() - before < POOL_BYTES / 8
+        np.testing.assert_allclose(model.read_blocks([7]), blocks, atol=1e-5, rtol=0)
+        assert model.num_graphs == 1
+
+
 def random_batches(count: int, seed: int) -> Iterator[ForwardBatch]:
     rng = np.random.default_rng(seed)
     for _ in range(count):

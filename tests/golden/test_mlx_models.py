@@ -20,12 +20,13 @@ from tests.golden.data import NIGHTLY, model_path
 pytestmark = pytest.mark.skipif(find_spec("mlx") is None, reason="needs MLX")
 
 BLOCK_SIZE = 4
-PROMPT = [504, 3575, 282, 4649, 314]
+PROMPT = [504, 3575, 282]
 FIRST_TOKEN_TOLERANCE = 2e-3
 REENCODED_TOLERANCE = 0.05
-"""Of a log-probability, where Q6_K is rounded to 8 bits."""
+"""Of a log-probability above `LIKELY`, where Q6_K is rounded to 8 bits."""
 
-PROMPTS = ["The capital of France is", "2 + 2 =", "def add(a, b):"]
+LIKELY = np.log(1e-3)
+PROMPTS = ["def add(a, b):", "Dear"]
 
 
 def first_logprobs(name: str, backend: Backend) -> NDArray[np.float64]:
@@ -39,18 +40,25 @@ def first_logprobs(name: str, backend: Backend) -> NDArray[np.float64]:
     return shifted - np.log(np.exp(shifted).sum())
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", *(["qwen2.5-coder-0.5b"] if NIGHTLY else [])])
-def test_first_token_logprobs_equal_the_reference(name: str) -> None:
+def test_smollm2_whose_formats_mlx_has_equals_the_reference() -> None:
+    expected = first_logprobs("smollm2-135m", create_backend("reference"))
+    ours = first_logprobs("smollm2-135m", create_backend("mlx"))
+    assert np.abs(ours - expected).max() <= FIRST_TOKEN_TOLERANCE
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="belongs to the nightly profile")
+def test_qwen_equals_the_reference_and_re_encoded_is_near_it() -> None:
+    name = "qwen2.5-coder-0.5b"
     expected = first_logprobs(name, create_backend("reference"))
-    exact = first_logprobs(name, create_backend("mlx", mlx=MlxOptions(dense=True)))
-    assert np.abs(exact - expected).max() <= FIRST_TOKEN_TOLERANCE
-    likely = expected > np.log(1e-3)
+    dense = first_logprobs(name, create_backend("mlx", mlx=MlxOptions(dense=True)))
+    assert np.abs(dense - expected).max() <= FIRST_TOKEN_TOLERANCE
     re_encoded = first_logprobs(name, create_backend("mlx"))
-    assert np.abs(re_encoded - expected)[likely].max() <= REENCODED_TOLERANCE
+    difference = np.abs(re_encoded - expected)[expected > LIKELY].max()
+    assert FIRST_TOKEN_TOLERANCE < difference <= REENCODED_TOLERANCE
 
 
 def test_smollm2_answers_through_the_whole_engine() -> None:
-    params = SamplingParams(temperature=0, max_tokens=3)
+    params = SamplingParams(temperature=0, max_tokens=1)
     with LLM(model_path("smollm2-135m"), backend="mlx", max_model_len=64) as llm:
         [output] = llm.generate("The capital of France is", params)
     assert output.outputs[0].text.startswith(" Paris")
@@ -59,12 +67,12 @@ def test_smollm2_answers_through_the_whole_engine() -> None:
 def exact_answers(prompts: list[str], *, chunk: int) -> list[tuple[int, ...]]:
     """Greedy ids of prompts in one batch, computed exactly with at most `chunk` tokens per step."""
     backend = create_backend("mlx", mlx=MlxOptions(exact=True))
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(
         model_path("smollm2-135m"),
         backend=backend,
         max_model_len=32,
-        max_num_seqs=3,
+        max_num_seqs=2,
         max_num_batched_tokens=chunk,
         enable_prefix_caching=False,
     ) as llm:
@@ -73,4 +81,5 @@ def exact_answers(prompts: list[str], *, chunk: int) -> list[tuple[int, ...]]:
 
 def test_exact_answers_depend_neither_on_the_batch_nor_on_chunks() -> None:
     together = exact_answers(PROMPTS, chunk=64)
-    assert exact_answers(PROMPTS[:1], chunk=3) == together[:1]
+    assert exact_answers(PROMPTS, chunk=4) == together
+    assert exact_answers(PROMPTS[:1], chunk=64) == together[:1]

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from mvllm.backends.reference.backend import ReferenceBackend
 from mvllm.bench.compare.collect import Footprint, Observation, Speed, observe
-from mvllm.bench.compare.measures import LayerError, compare, first_above
+from mvllm.bench.compare.measures import LayerError, compare, first_above, first_off_scale
 from mvllm.bench.compare.plan import ComparedPrompt, Plan, choose_base
 from mvllm.bench.compare.plot import check_plot, write_plot
-from mvllm.bench.compare.report import tables, to_json
+from mvllm.bench.compare.report import Thresholds, tables, to_json
 from mvllm.bench.compare.run import Comparison, Failure, run_comparison
 from mvllm.core.errors import CapacityError, ConfigError
 from mvllm.core.load.checkpoint import load_checkpoint
@@ -28,7 +28,7 @@ from tests.planted import PlantedBackend
 from tests.tiny_models import write_tiny_hf
 
 LAYERS = 3
-THRESHOLD = 1e-3
+THRESHOLDS = Thresholds(added=1e-3, scale=1e-3)
 PLAN = Plan(
     (ComparedPrompt("first", (5, 9, 200, 31)), ComparedPrompt("[second]\n", (7, 7, 8))),
     max_tokens=4,
@@ -147,16 +147,28 @@ def test_layer_errors_are_relative_and_tell_what_a_layer_adds() -> None:
     assert [layer.added for layer in layers] == pytest.approx([0, 0.1 * root, 0])
 
 
+def test_a_layer_s_scale_is_seen_through_larger_random_errors() -> None:
+    rng = np.random.default_rng(0)
+    start, contribution = rng.standard_normal((2, 40, 500))
+    noise = 0.05 * rng.standard_normal((40, 500))
+    base = observation([[0]], [[[-1.0]]], [start.tolist(), (start + contribution).tolist()])
+    ours = start + 1.01 * contribution + noise
+    [_, layer] = compare(base, observation([[0]], [[[-1.0]]], [start.tolist(), ours.tolist()])).layers
+    assert layer.added > 0.03
+    assert layer.scale == pytest.approx(0.01, abs=2e-3)
+
+
 @pytest.mark.parametrize(
     ("added", "expected"), [([0, 0, 0], None), ([0, 2, 3], 1), ([2, 0], 0), ([0, float("nan")], 1)]
 )
 def test_the_first_layer_above_the_threshold(added: list[float], expected: int | None) -> None:
-    assert first_above([LayerError(0, value) for value in added], 1) == expected
+    assert first_above([LayerError(0, value, 0) for value in added], 1) == expected
+    assert first_off_scale([LayerError(0, 0, -value) for value in added], 1) == expected
 
 
 def test_a_backend_that_yields_nan_is_reported_and_not_smoothed_over(checkpoint: Checkpoint) -> None:
     comparison = run(checkpoint, ReferenceBackend(), PlantedBackend(ReferenceBackend(), 2, float("nan")))
-    fields = json.loads(json.dumps(to_json(comparison, THRESHOLD, str), allow_nan=False))
+    fields = json.loads(json.dumps(to_json(comparison, THRESHOLDS, str), allow_nan=False))
     difference = fields["backends"]["planted"]["difference"]
     assert difference["first_layer_above_threshold"] == 2
     assert difference["logprob_error"]["mean"] is None
@@ -172,14 +184,15 @@ def test_an_error_of_a_hundredth_in_one_layer_is_found_at_that_layer(
 ) -> None:
     planted = PlantedBackend(ReferenceBackend(), layer, 1e-2)
     comparison = run(checkpoint, planted, ReferenceBackend())
-    fields = to_json(comparison, THRESHOLD, str)
+    fields = to_json(comparison, THRESHOLDS, str)
     assert comparison.base == "reference"
     difference = fields["backends"]["planted"]["difference"]
     assert difference["first_layer_above_threshold"] == layer
+    assert difference["first_layer_off_scale"] == layer
     before, at = difference["layers"][: layer + 1], difference["layers"][layer + 1]
     assert all(entry["error"] == 0 for entry in before)
     assert at["layer"] == layer
-    assert at["error"] == at["added"] > THRESHOLD
+    assert at["error"] == at["added"] > THRESHOLDS.added
     assert difference["logprob_error"]["mean"] > 0
 
 
@@ -230,7 +243,7 @@ def test_no_backend_that_can_run_it_leaves_an_empty_comparison(checkpoint: Check
     comparison = run(checkpoint, Unsuited(ReferenceBackend(), 0, 0, "only"))
     assert (comparison.base, comparison.results) == (None, ())
     assert "no such head size" in printed(comparison)
-    assert to_json(comparison, THRESHOLD, str)["failures"] == {"only": "no such head size"}
+    assert to_json(comparison, THRESHOLDS, str)["failures"] == {"only": "no such head size"}
 
 
 def test_what_can_t_be_compared_is_refused(checkpoint: Checkpoint) -> None:
@@ -251,7 +264,7 @@ def test_what_can_t_be_compared_is_refused(checkpoint: Checkpoint) -> None:
 
 def printed(comparison: Comparison) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    for table in tables(comparison, THRESHOLD, lambda token: f"<{token}>"):
+    for table in tables(comparison, THRESHOLDS, lambda token: f"<{token}>"):
         console.print(table)
     return console.export_text()
 
@@ -274,7 +287,7 @@ def test_the_tables_name_every_layer_prompt_and_backend(comparison: Comparison) 
 
 
 def test_the_json_form_holds_the_same(comparison: Comparison) -> None:
-    fields = json.loads(json.dumps(to_json(comparison, THRESHOLD, str), allow_nan=False))
+    fields = json.loads(json.dumps(to_json(comparison, THRESHOLDS, str), allow_nan=False))
     assert fields["prompts"][0] == {"name": "first", "token_ids": [5, 9, 200, 31]}
     assert fields["backends"]["reference"]["difference"] is None
     planted = fields["backends"]["planted"]
