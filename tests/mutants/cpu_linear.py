@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from mvllm.backends.cpu.quantized_kernels import emit_tile
@@ -26,4 +27,5 @@ def emit_tile_unfused_for_batches(
 
 def emit_panel_tile_without_earlier_chunks(emitter: Emitter, *arguments: Any) -> None:
     """Every chunk of inputs overwrites the sums of those before it."""
-    emit_panel_tile(emitter, *arguments[:-1], I64(1))
+    given = inspect.signature(emit_panel_tile).bind(emitter, *arguments).arguments
+    emit_panel_tile(**{**given, "is_first": I64(1)})
