@@ -79,10 +79,6 @@ class LlamaCppEngine:
             seconds += time.perf_counter() - start
         return seconds, first
 
-    def close(self) -> None:
-        self._free_context()
-        self._binding.llama_model_free(self._model)
-
     @property
     def _memory(self) -> Any:
         return self._binding.llama_get_memory(self._context)

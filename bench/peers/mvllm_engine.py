@@ -89,9 +89,6 @@ class MvllmEngine:
             raise RuntimeError(f"{steps} steps did not bring {rows} tokens each")
         return seconds, [token for event in out if event.id == first for token in event.token_ids]
 
-    def close(self) -> None:
-        self._llm.close()
-
     def _submit(self, prompt: Sequence[int], max_tokens: int) -> None:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
         self._llm.engine.submit(Request(RequestId(str(self._count)), tuple(prompt), params, 0, max_tokens))

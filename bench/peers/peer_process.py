@@ -64,6 +64,11 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def status(self) -> int | None:
+        """Of the process's end; None while it runs."""
+        return self._process.poll()
+
     def ask(self, **order: object) -> dict[str, Any]:
         """Have an order carried out (`worker.py` lists them); returns the answer.
 

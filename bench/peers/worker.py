@@ -11,7 +11,8 @@ line, from standard input:
     {"do": "prepare", "prompts": [[...], ...], "steps": n} -> {}
     {"do": "decode", "repeats": n}                       -> {"seconds": s, "token_ids": [...]}
 
-An order that fails is answered with {"error": "..."}. The process ends with its standard input.
+An order that fails is answered with {"error": "..."}. The process ends with its standard input, whatever
+it is doing.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 
 class Engine(Protocol):
@@ -47,16 +50,12 @@ class Engine(Protocol):
             sequence's tokens in the last of them.
         """
 
-    def close(self) -> None: ...
 
-
-def serve(engine: Engine, orders: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Carry out orders until there are no more."""
+def serve(engine: Engine, orders: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
+    """Carry out one order after the other."""
     for line in orders:
         try:
             answer(_carry_out(engine, json.loads(line)))
-        except BrokenPipeError:
-            return
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
 
@@ -71,6 +70,13 @@ def _carry_out(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
         seconds, token_ids = engine.decode(order["repeats"])
         return {"seconds": seconds, "token_ids": token_ids}
     raise ValueError(f"unknown order {order['do']!r}")
+
+
+def _read_orders(orders: SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        orders.put(line)
+    # The owner is gone or wants no more, so what still runs is of no use.
+    os._exit(0)
 
 
 def _load(engine_file: str, settings: dict[str, Any]) -> Engine:
@@ -94,11 +100,12 @@ def main() -> None:
         def answer(content: dict[str, Any]) -> None:
             print(json.dumps(content), file=answers, flush=True)
 
+        orders: SimpleQueue[str] = SimpleQueue()
+        threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
         start = time.perf_counter()
         engine = _load(sys.argv[1], json.loads(sys.argv[2]))
         answer({"facts": engine.facts, "load_seconds": time.perf_counter() - start})
-        serve(engine, sys.stdin, answer)
-        engine.close()
+        serve(engine, iter(orders.get, None), answer)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,6 @@ class PretendingEngine:
         start = self._prompts[0][-1] + 1
         return float(self._steps * repeats), list(range(start, start + self._steps))
 
-    def close(self) -> None:
-        pass
-
 
 def load(settings: dict[str, Any]) -> PretendingEngine:
     if "fails" in settings:
