@@ -14,6 +14,8 @@ All of it gives a query row the same bits whatever other rows, tiles or blocks s
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,7 @@ TILE_ENTRY, RUN_ENTRY = 2 * ADDRESS_BYTES, 3 * ADDRESS_BYTES
 positions: where its values are, what to prefetch meanwhile, how many positions."""
 
 _ISA = selected()
+_LANES = _ISA.lanes
 _SUMS = 12 if _ISA.lanes < TILE else 24  # vector registers for running sums
 _FLOATS = vector(F32, TILE)
 _VECTOR_BYTES = 4 * TILE
@@ -83,40 +86,69 @@ def _prefetch(emitter: Emitter, address: Value) -> None:
     emitter.call("llvm.prefetch.p0", VOID, pointer, I32(_READ), I32(_SECOND_LEVEL), I32(_DATA))
 
 
-def _load_kv(emitter: Emitter, dtype: str, address: Value, offset: Value | int = 0) -> Value:
-    """float32[TILE] from keys or values."""
+def _load_kv(emitter: Emitter, dtype: str, address: Value, offset: Value | int) -> Value:
+    """A register full of keys or values, as float32."""
     if dtype == "f16":
-        return half_to_float(emitter, _ISA, emitter.load(vector(F16, TILE), address, offset))
-    return emitter.load(_FLOATS, address, offset)
+        return half_to_float(emitter, _ISA, emitter.load(vector(F16, _LANES), address, offset))
+    return emitter.load(vector(F32, _LANES), address, offset)
+
+
+def _add_products(
+    emitter: Emitter,
+    sums: list[Value],
+    factors: Sequence[Callable[[], Value]],
+    columns: Sequence[Callable[[], Value]],
+) -> list[Value]:
+    """sums[row][column] + factors[row] * columns[column]. Of factors and columns, which are loaded here, the
+    fewer stay in registers; with both there the sums would not."""
+    result = list(sums)
+    if len(factors) <= len(columns):
+        held = [factor() for factor in factors]
+        for index, load in enumerate(columns):
+            column = load()
+            for row, factor in enumerate(held):
+                at = row * len(columns) + index
+                result[at] = emitter.fma(factor, column, sums[at])
+    else:
+        held = [column() for column in columns]
+        for row, load in enumerate(factors):
+            factor = load()
+            for index, column in enumerate(held):
+                at = row * len(columns) + index
+                result[at] = emitter.fma(factor, column, sums[at])
+    return result
 
 
 def _emit_scores(
     emitter: Emitter, dtype: str, width: int, entries: list[Value], queries: Value, pairs: Value
-) -> list[list[Value]]:
-    """Scores of `width` queries at the positions of the tiles: [row][tile]."""
+) -> list[Value]:
+    """Scores of `width` queries at the positions of the tiles: registers [row][tile][part of a tile]."""
     row_bytes = TILE * VALUE_BYTES[dtype]
+    register_bytes = _LANES * VALUE_BYTES[dtype]
     keys = [emitter.load(I64, entry) for entry in entries]
     aheads = [emitter.load(I64, entry, ADDRESS_BYTES) for entry in entries]
-    tiles = range(len(entries))
 
     def step(index: Value, sums: list[Value]) -> list[Value]:
-        at, query_at = emitter.times(index, 2 * row_bytes), emitter.times(index, 8 * width)
+        at = emitter.times(index, 2 * row_bytes)
+        query = emitter.offset(queries, emitter.times(index, 8 * width))
         for ahead in aheads:
             for line in range(0, 2 * row_bytes, LINE_BYTES):
                 _prefetch(emitter, emitter.offset(ahead, at, line))
-        result = list(sums)
         for odd in (0, 1):
-            loaded = [_load_kv(emitter, dtype, emitter.offset(key, at), odd * row_bytes) for key in keys]
-            for row in range(width):
-                address = emitter.offset(queries, query_at)
-                query = emitter.load_splat(F32, TILE, address, 4 * (odd * width + row))
-                for tile in tiles:
-                    chain = row * len(tiles) + tile
-                    result[chain] = emitter.fma(query, loaded[tile], result[chain])
-        return result
+            factors = [
+                partial(emitter.load_splat, F32, _LANES, query, 4 * (odd * width + row))
+                for row in range(width)
+            ]
+            columns = [
+                partial(_load_kv, emitter, dtype, emitter.offset(key, at), odd * row_bytes + piece)
+                for key in keys
+                for piece in range(0, row_bytes, register_bytes)
+            ]
+            sums = _add_products(emitter, sums, factors, columns)
+        return sums
 
-    sums = emitter.loop(pairs, [constant(F32, TILE, 0.0)] * (width * len(tiles)), step)
-    return [sums[row * len(tiles) : (row + 1) * len(tiles)] for row in range(width)]
+    zeros = [constant(F32, _LANES, 0.0)] * (width * len(entries) * (TILE // _LANES))
+    return emitter.loop(pairs, zeros, step)
 
 
 def _emit_score_tiles(
@@ -145,9 +177,11 @@ def _emit_score_tiles(
             first = emitter.offset(tiles, emitter.times(index, at_once * TILE_ENTRY))
             entries = [emitter.offset(first, tile * TILE_ENTRY) for tile in range(at_once)]
             target = emitter.offset(scores, emitter.times(index, at_once * _VECTOR_BYTES))
-            for row, found in enumerate(_emit_scores(emitter, dtype, count, entries, queries, pairs)):
-                for tile, score in enumerate(found):
-                    emitter.store(score, target, SCORES_BYTES * row + _VECTOR_BYTES * tile)
+            scores_found = _emit_scores(emitter, dtype, count, entries, queries, pairs)
+            per_row = len(scores_found) // count
+            for number, score in enumerate(scores_found):
+                row, piece = divmod(number, per_row)
+                emitter.store(score, target, SCORES_BYTES * row + 4 * _LANES * piece)
             return []
 
         emitter.loop(emitter.builder.sdiv(num_tiles, I64(at_once)), [], step)
@@ -263,38 +297,40 @@ def _emit_weighted_sums(
     sums: list[Value],
 ) -> None:
     """Add the weighted values of all runs to `vectors` vectors of columns from `column` on, for all rows."""
-    rows = len(sums)
-    vector_bytes = TILE * VALUE_BYTES[dtype]
-    start = emitter.times(column, vector_bytes)
-    loaded = [emitter.load(_FLOATS, sums[r], v * _VECTOR_BYTES) for r in range(rows) for v in range(vectors)]
+    value_bytes = VALUE_BYTES[dtype]
+    pieces = range(0, vectors * TILE, _LANES)
+    start = emitter.times(column, TILE * value_bytes)
+    before = [emitter.load(vector(F32, _LANES), row_sums, 4 * piece) for row_sums in sums for piece in pieces]
 
     def add_run(index: Value, carried: list[Value]) -> list[Value]:
         entry = emitter.offset(runs, emitter.times(index, RUN_ENTRY))
         values = emitter.offset(emitter.load(I64, entry), start)
         ahead = emitter.offset(emitter.load(I64, entry, ADDRESS_BYTES), start)
         count = emitter.load(I64, entry, 2 * ADDRESS_BYTES)
-        *partial, own_weights = carried
+        *so_far, own_weights = carried
 
-        def add_position(index: Value, partial: list[Value]) -> list[Value]:
+        def add_position(index: Value, so_far: list[Value]) -> list[Value]:
             at = emitter.times(index, value_stride)
-            for line in range(0, vectors * vector_bytes, LINE_BYTES):
+            for line in range(0, vectors * TILE * value_bytes, LINE_BYTES):
                 _prefetch(emitter, emitter.offset(ahead, at, line))
-            row_values = emitter.offset(values, at)
-            columns = [_load_kv(emitter, dtype, row_values, v * vector_bytes) for v in range(vectors)]
-            result = []
-            for row in range(rows):
-                address = emitter.offset(own_weights, emitter.times(index, 4))
-                weight = emitter.load_splat(F32, TILE, address, SCORES_BYTES * row)
-                for v, value in enumerate(columns):
-                    result.append(emitter.fma(weight, value, partial[row * vectors + v]))
-            return result
+            weight = emitter.offset(own_weights, emitter.times(index, 4))
+            factors = [
+                partial(emitter.load_splat, F32, _LANES, weight, SCORES_BYTES * row)
+                for row in range(len(sums))
+            ]
+            columns = [
+                partial(_load_kv, emitter, dtype, emitter.offset(values, at), piece * value_bytes)
+                for piece in pieces
+            ]
+            return _add_products(emitter, so_far, factors, columns)
 
-        partial = emitter.loop(count, partial, add_position)
-        return [*partial, emitter.offset(own_weights, emitter.times(count, 4))]
+        so_far = emitter.loop(count, so_far, add_position)
+        return [*so_far, emitter.offset(own_weights, emitter.times(count, 4))]
 
-    *carried, _ = emitter.loop(num_runs, [*loaded, weights], add_run)
-    for index, value in enumerate(carried):
-        emitter.store(value, sums[index // vectors], index % vectors * _VECTOR_BYTES)
+    *after, _ = emitter.loop(num_runs, [*before, weights], add_run)
+    for index, value in enumerate(after):
+        row, piece = divmod(index, len(pieces))
+        emitter.store(value, sums[row], 4 * pieces[piece])
 
 
 def _emit_add_weighted_values(

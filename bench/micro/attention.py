@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 
 from mvllm.backends.cpu import record as graph
 from mvllm.backends.cpu.inputs import StepInputs
@@ -125,12 +126,18 @@ class AttentionAlone:
         with ThreadPoolExecutor() as packers:  # of nothing: the program has no weights
             linker = Linker(spec, geometry, PackedWeights(packers), self._pool, threads)
         self._linked = linker.link(program)
-        rows = self._linked.rows(queries, load.rows * load.chunk)
+        self._num_tokens = load.rows * load.chunk
+        rows = self._linked.rows(queries, self._num_tokens)
         rows[...] = rng.standard_normal(rows.shape)
         self._inputs = StepInputs(spec, geometry, threads)
         self._inputs.set_program(self._linked, len(program.instructions))
         self._team = Team(threads, program_runner())
         self._steps = 0
+
+    @property
+    def output(self) -> NDArray[np.float32]:
+        """What the last layer of the last step wrote, f32[tokens, heads * head_dim]; a view."""
+        return self._linked.rows(self._linked.program.logits, self._num_tokens)
 
     def step(self) -> float:
         """Seconds of one step."""
@@ -180,7 +187,7 @@ def _program(heads: Heads, layers: int) -> tuple[Array, Program]:
     return queries, Program((keep, *attends), out, (queries,), frozenset())
 
 
-def _batch(load: Load, tables: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> ForwardBatch:
+def _batch(load: Load, tables: NDArray[np.int32]) -> ForwardBatch:
     positions = np.arange(load.context - load.chunk, load.context, dtype=np.int32)
     slots = tables[:, positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
     return ForwardBatch(
