@@ -21,6 +21,7 @@ from mvllm.core.load.contents import Checkpoint
 from mvllm.llm import default_cache_dir
 
 _MAX_THREADS = 256
+_SECONDS = 0.05
 
 
 @click.group()
@@ -45,9 +46,7 @@ def bench() -> None:
 @click.option(
     "--seconds",
     type=click.FloatRange(0, 60),
-    default=0.05,
-    show_default=True,
-    help="Time for each form and number of tokens.",
+    help=f"Time for each form and number of tokens.  [default: {_SECONDS}]",
 )
 @click.option(
     "--backend",
@@ -64,7 +63,7 @@ def crossover(
     model: str | None,
     shapes: tuple[str, ...],
     threads: int | None,
-    seconds: float,
+    seconds: float | None,
     backend: str,
     as_json: bool,
     plot: Path | None,
@@ -78,7 +77,8 @@ def crossover(
     With --backend mlx: the time of every product row by row, over its time whole.
     """
     if backend == "mlx":
-        if model is None or shapes or threads is not None or plot is not None:
+        others = (threads, seconds, plot)
+        if model is None or shapes or any(other is not None for other in others):
             raise ConfigError("--backend mlx takes a model and --json, nothing else")
         _mlx_crossover(model, as_json=as_json)
         return
@@ -96,7 +96,7 @@ def crossover(
     threads = threads or default_threads()
     note(f"mvllm: timing {len(wanted)} products, threads: {threads}")
     console, results = Console(highlight=False), []
-    for result in compare_forms(wanted, threads, seconds):
+    for result in compare_forms(wanted, threads, _SECONDS if seconds is None else seconds):
         results.append(result)
         if not as_json:
             console.print(table_of(result))

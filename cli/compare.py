@@ -67,14 +67,14 @@ _PLAIN_WIDTH = 160  # columns of a table that goes to a file or a pipe
 )
 @click.option(
     "--layer-threshold",
-    type=click.FloatRange(min=0, min_open=True),
+    type=float,
     default=5e-3,
     show_default=True,
     help="Name the first layer that adds more than this relative error.",
 )
 @click.option(
     "--scale-threshold",
-    type=click.FloatRange(min=0, min_open=True),
+    type=float,
     default=4e-3,
     show_default=True,
     help="Name the first layer that is too large or too small by more than this share.",
@@ -101,6 +101,7 @@ def compare(
     For MODEL (a path or a name): the first different token of each prompt, log-probability errors, the error
     after each layer, tokens per second for prefill and decode, memory and load time.
     """
+    thresholds = Thresholds(layer_threshold, scale_threshold)
     devices = _create(backends, threads, MlxOptions(dense=mlx_dense))
     if plot is not None:
         check_plot(plot)
@@ -110,7 +111,6 @@ def compare(
     # Every backend gets the same ids, so unusual ones do no harm.
     tokenizer = Tokenizer.from_assets(checkpoint.text, allow_unknown_pretokenizer=True)
     plan = Plan(_prompts(prompts, tokenizer, checkpoint), max_tokens=max_tokens, kv_dtype=kv_dtype)
-    thresholds = Thresholds(layer_threshold, scale_threshold)
     show_log_messages()
     comparison = run_comparison(
         checkpoint, devices, plan, progress=lambda name: note(f"mvllm: running on {name}")

@@ -141,9 +141,9 @@ class _Runner:
         """Activations f32[T, hidden] at every layer border."""
         return self._model.taps(self._batch([(tokens, 0)]))
 
-    def step(self, sequences: Sequence[tuple[Sequence[TokenId], int]]) -> list[TokenId]:
-        """One step over (tokens, how many of them are computed already) each; the next token of each."""
-        return [int(token) for token in self._model.step(self._batch(sequences)).tokens]
+    def step(self, sequences: Sequence[tuple[Sequence[TokenId], int]]) -> None:
+        """One step, sampler included, over (tokens, how many of them are computed already) each."""
+        self._model.step(self._batch(sequences))
 
     def _batch(
         self, sequences: Sequence[tuple[Sequence[TokenId], int]], num_logit_rows: int = 1
@@ -179,19 +179,20 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _speed(runner: _Runner, plan: Plan, count: int, clock: Clock) -> Speed:
-    """Prefill `count` sequences in one step, then decode them together."""
-    prompts = [_filler(plan, index) for index in range(count)]
+    """Prefill `count` sequences in one step, then decode them together.
+
+    What they go on with is given: every backend gets the same tokens, and one that computes NaN has none.
+    """
+    length = plan.speed_tokens
+    sequences = [_filler(plan, index) for index in range(count)]
     prefills: list[float] = []
     decodes: list[float] = []
     while len(prefills) < _REPEATS and sum(prefills) + sum(decodes) < _SECONDS_FOR_REPEATS:
-        sequences = [list(prompt) for prompt in prompts]
         start = clock()
-        drawn = runner.step([(tokens, 0) for tokens in sequences])
+        runner.step([(tokens[:length], 0) for tokens in sequences])
         middle = clock()
-        for _ in range(plan.speed_steps):
-            for tokens, token in zip(sequences, drawn, strict=True):
-                tokens.append(token)
-            drawn = runner.step([(tokens, len(tokens) - 1) for tokens in sequences])
+        for done in range(length, length + plan.speed_steps):
+            runner.step([(tokens[: done + 1], done) for tokens in sequences])
         prefills.append(middle - start)
         decodes.append(clock() - middle)
     return Speed(
@@ -202,9 +203,10 @@ def _speed(runner: _Runner, plan: Plan, count: int, clock: Clock) -> Speed:
 
 
 def _filler(plan: Plan, index: int) -> list[TokenId]:
-    """`speed_tokens` tokens, from the prompts in turn; another beginning for each index."""
+    """What a sequence is measured with: the prompts' tokens in turn, from another one on for each index."""
     source = [token for prompt in plan.prompts for token in prompt.token_ids]
-    return [source[(index + position) % len(source)] for position in range(plan.speed_tokens)]
+    length = plan.speed_tokens + plan.speed_steps
+    return [source[(index + position) % len(source)] for position in range(length)]
 
 
 def resident_bytes() -> int | None:

@@ -76,8 +76,8 @@ def check_plan(plan: Plan, checkpoint: Checkpoint) -> None:
             )
     if plan.longest > spec.context_length:
         raise ConfigError(
-            f"the longest prompt and its answer take {plan.longest} tokens, the model's context has "
-            f"{spec.context_length}"
+            f"the longest prompt with its answer, or what speed is measured with, takes {plan.longest} "
+            f"tokens; the model's context has {spec.context_length}"
         )
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from mvllm.bench.compare.measures import Difference, Divergence, Result, first_above, first_off_scale
 from mvllm.bench.compare.run import Comparison
+from mvllm.core.errors import ConfigError
 from mvllm.core.types import TokenId
 
 TokenText = Callable[[TokenId], str]
@@ -20,10 +21,18 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Which layers are named."""
+    """Which layers are named.
+
+    Raises:
+        ConfigError: one is not a positive number.
+    """
 
     added: float = 5e-3  # those that add more than this relative error
     scale: float = 4e-3  # those whose scale is off by more than this
+
+    def __post_init__(self) -> None:
+        if not all(0 < value < math.inf for value in (self.added, self.scale)):
+            raise ConfigError(f"thresholds are positive numbers; got {self.added:g} and {self.scale:g}")
 
 
 def to_json(comparison: Comparison, thresholds: Thresholds, text: TokenText) -> dict[str, Any]:

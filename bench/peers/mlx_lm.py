@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -105,7 +106,11 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        hello = self._read()
+        try:
+            hello = self._read()
+        except BaseException:
+            self.close()
+            raise
         self.versions: dict[str, str] = hello["versions"]
         self.device: str = hello["device"]
 
@@ -118,7 +123,7 @@ class Peer:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -144,25 +149,48 @@ class Row:
         return statistics.median(a / b for a, b in zip(self.ours, self.theirs, strict=True))
 
 
+_COUNT = click.IntRange(min=1)
+
+
+def _counts(context: click.Context, option: click.Parameter, value: str) -> list[int]:
+    return [_COUNT.convert(text, option, context) for text in value.split(",")]
+
+
 @click.command(help=__doc__)
 @click.argument("model", type=click.Path(exists=True, dir_okay=False))
 @click.option("--peer-python", required=True, help="Python of the environment with mlx-lm.")
-@click.option("--sequences", default="1,8", show_default=True, help="Numbers of sequences, with commas.")
-@click.option("--context", default=16, show_default=True, help="Prompt tokens of each sequence.")
-@click.option("--steps", default=16, show_default=True, help="Measured decode steps.")
-@click.option("--pairs", default=5, show_default=True, help="Measured pairs of each row, after one warm-up.")
+@click.option(
+    "--sequences",
+    default="1,8",
+    show_default=True,
+    callback=_counts,
+    help="Numbers of sequences, with commas.",
+)
+@click.option("--context", type=_COUNT, default=16, show_default=True, help="Prompt tokens of each sequence.")
+@click.option("--steps", type=_COUNT, default=16, show_default=True, help="Measured decode steps.")
+@click.option(
+    "--pairs", type=_COUNT, default=5, show_default=True, help="Measured pairs of each row, after a warm-up."
+)
 @click.option("--max-foreign", default=0.2, show_default=True, help="Drop pairs above this foreign load.")
 def main(
-    model: str, peer_python: str, sequences: str, context: int, steps: int, pairs: int, max_foreign: float
+    model: str,
+    peer_python: str,
+    sequences: list[int],
+    context: int,
+    steps: int,
+    pairs: int,
+    max_foreign: float,
 ) -> None:
     checkpoint = load_checkpoint(Path(model))
     weights = widened(checkpoint.weights)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder), checkpoint, weights)
-        ours, peer = Ours(model, weights, context + steps + 64), Peer(peer_python, Path(folder))
-        try:
-            for count in map(int, sequences.split(",")):
+        with (
+            closing(Peer(peer_python, Path(folder))) as peer,
+            closing(Ours(model, weights, context + steps + 64)) as ours,
+        ):
+            for count in sequences:
                 row = Row(count)
                 for number in range(pairs + 1):
                     rng = np.random.default_rng(number)
@@ -175,9 +203,6 @@ def main(
                         row.theirs.pop()
                         row.dropped += number > 0
                 rows.append(row)
-        finally:
-            peer.close()
-            ours.close()
     _print(model, peer, rows, context=context, steps=steps)
 
 

@@ -26,7 +26,10 @@ def test_every_product_and_a_recommendation_are_printed(tmp_path: Path) -> None:
     assert "--mlx-rows-apart" in CliRunner().invoke(cli, arguments).stdout
 
 
-def test_options_of_the_cpu_backend_are_refused() -> None:
-    result = CliRunner().invoke(cli, ["bench", "crossover", "--backend", "mlx", "--shape", "Q4_0:32x32"])
+@pytest.mark.parametrize(
+    "options", [("--shape", "Q4_0:32x32"), ("model", "--seconds", "1"), ("model", "--threads", "1")]
+)
+def test_options_of_the_cpu_backend_are_refused(options: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, ["bench", "crossover", "--backend", "mlx", *options])
     assert result.exit_code != 0
     assert isinstance(result.exception, ConfigError) or "nothing else" in result.output

@@ -138,6 +138,8 @@ def test_wrong_names_and_places_are_usage_errors(model: Path, tmp_path: Path) ->
         (("--backends", "reference,reference"), "each only once"),
         (("--backends", " , "), "at least one backend"),
         (("--backends", "reference", "--plot", tmp_path / "a.png"), "should end in .svg"),
+        (("--backends", "reference", "--layer-threshold", "inf"), "thresholds are positive numbers"),
+        (("--backends", "reference", "--scale-threshold", "nan"), "thresholds are positive numbers"),
     ):
         result = run(model, *arguments)
         assert result.exit_code == 2

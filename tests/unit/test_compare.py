@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mvllm.backends.reference.backend import ReferenceBackend
+from mvllm.backends.reference.backend import ReferenceBackend, ReferenceModel
 from mvllm.bench.compare.collect import Footprint, Observation, Speed, observe
 from mvllm.bench.compare.measures import LayerError, compare, first_above, first_off_scale
 from mvllm.bench.compare.plan import ComparedPrompt, Plan, choose_base
@@ -23,6 +23,7 @@ from mvllm.core.errors import CapacityError, ConfigError
 from mvllm.core.load.checkpoint import load_checkpoint
 from mvllm.core.load.contents import Checkpoint
 from mvllm.core.model.spec import ModelSpec
+from mvllm.core.step import ForwardBatch, StepOutput
 from mvllm.core.tensor import KvGeometry, Model, ModelWeights
 from tests.planted import PlantedBackend
 from tests.tiny_models import write_tiny_hf
@@ -51,6 +52,19 @@ def ticking() -> float:
 
 
 _ticks = itertools.count(0.0, 0.5)
+
+
+class CarefulModel(ReferenceModel):
+    """Refuses tokens outside the vocabulary, as the other backends do."""
+
+    def step(self, batch: ForwardBatch) -> StepOutput:
+        assert batch.tokens.min() >= 0
+        return super().step(batch)
+
+
+class CarefulBackend(ReferenceBackend):
+    def load(self, spec: ModelSpec, weights: ModelWeights, geometry: KvGeometry) -> Model:
+        return CarefulModel(spec, weights, geometry)
 
 
 def run(
@@ -173,6 +187,20 @@ def test_a_backend_that_yields_nan_is_reported_and_not_smoothed_over(checkpoint:
     assert difference["first_layer_above_threshold"] == 2
     assert difference["logprob_error"]["mean"] is None
     assert difference["greedy_agreement"] < 1
+
+
+def test_no_backend_is_fed_a_token_that_a_nan_chose(checkpoint: Checkpoint) -> None:
+    broken = PlantedBackend(CarefulBackend(), 0, float("nan"))
+    comparison = run(checkpoint, broken)
+    assert [speed.sequences for speed in comparison.results[0].speeds] == [1, 2]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_thresholds_are_positive_numbers(value: float) -> None:
+    with pytest.raises(ConfigError, match="thresholds are positive numbers"):
+        Thresholds(added=value)
+    with pytest.raises(ConfigError, match="thresholds are positive numbers"):
+        Thresholds(scale=value)
 
 
 # --- planted errors -----------------------------------------------------------------------------------------
