@@ -54,6 +54,10 @@ class _Resources:
         self.graphs = Graphs(self._build_logits, compile)
         self._tapped = Graphs(self._build_taps, _as_it_is)
 
+    def close(self) -> None:
+        """Forget the graphs. They refer to these resources, which would stay until Python looks for cycles."""
+        del self.graphs, self._tapped
+
     def logits(self, batch: ForwardBatch) -> Array:
         """f32[S, vocab]."""
         parts = self._run(self.graphs, batch)
@@ -185,6 +189,7 @@ class MlxModel(Model):
 
     def close(self) -> None:
         if self._all is not None:
+            self._all.close()
             self._all = None
             mx.clear_cache()
 

@@ -153,7 +153,10 @@ _COUNT = click.IntRange(min=1)
 
 
 def _counts(context: click.Context, option: click.Parameter, value: str) -> list[int]:
-    return [_COUNT.convert(text, option, context) for text in value.split(",")]
+    counts = [int(text) if text.strip().isdecimal() else 0 for text in value.split(",")]
+    if not all(counts):
+        raise click.BadParameter(f"{value!r} is not a list of numbers from 1 on, with commas")
+    return counts
 
 
 @click.command(help=__doc__)
