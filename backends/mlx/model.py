@@ -55,7 +55,7 @@ class _Resources:
         self._tapped = Graphs(self._build_taps, _as_it_is)
 
     def close(self) -> None:
-        """Forget the graphs. They refer to these resources, which would stay until Python looks for cycles."""
+        """Forget the graphs: they refer back to these resources, and Python looks for cycles late."""
         del self.graphs, self._tapped
 
     def logits(self, batch: ForwardBatch) -> Array:

@@ -71,6 +71,8 @@ class Ours:
         def advance(length: int) -> None:
             """Until every sequence has `length` tokens."""
             while min(map(len, tokens.values())) < length:
+                if not engine.has_work:
+                    raise click.ClickException("mvllm ended a sequence early: its logits are no numbers")
                 for event in engine.step():
                     if isinstance(event, TokensOut):
                         tokens[event.id] += event.token_ids
