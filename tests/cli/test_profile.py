@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def test_the_profile_of_a_cpu_run_has_its_instructions_and_their_rates(cpu_trace
     assert table.splitlines()[0].split() == ["instruction", "ms/step", "share", "GB/s"]
     [linear] = [line for line in table.splitlines() if line.startswith("  linear ")]
     assert float(linear.split()[3]) >= 0
-    assert "\n  blk.*.ffn_down.weight " in decode
+    # Which ones take longest and so are listed is a matter of chance.
+    assert re.search(r"\n  blk\.\*\.\w+\.weight ", decode)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}'])
