@@ -29,6 +29,13 @@ def write_plot(summaries: Sequence[Summary], title: str, path: Path) -> None:
             axes.set_title(kind)
         panels[0].set_ylabel("tokens/s, all sequences together")
         figure.suptitle(title)
+        # The panels show the same engines, or none.
+        bars = {
+            label: bar
+            for axes in panels
+            for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(bars.values(), bars.keys(), loc="outside right upper")
         metadata: dict[str, Any] = {"Date": None}
         figure.savefig(path, format="svg", metadata=metadata)
         pyplot.close(figure)
@@ -62,5 +69,3 @@ def _draw(axes: Axes, cases: Sequence[tuple[int, Summary]], label: str) -> None:
     axes.set_xticks(range(len(cases)), [str(number) for number, _ in cases])
     axes.set_xlabel(label)
     axes.margins(y=0.12)
-    if cases:
-        axes.legend(loc="upper left", fontsize="small")
