@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mvllm.backends.cpu.isa import ISAS, Isa, half_to_float, prefetch_distance
+from mvllm.backends.cpu.isa import ISAS, Isa, half_to_float
 from mvllm.backends.cpu.layout import DENSE, DenseLayout
 from mvllm.backends.cpu.panel import Form, PanelShape, emit_prefetch_lines, emit_start_sums, emit_store_sums
 from mvllm.backends.cpu.vector import (
@@ -36,6 +36,11 @@ CHUNK_INPUTS = 128
 
 UNROLL = 4
 """Inputs of a round of a tile's loop."""
+
+# Prefetch distances, bytes. A tile of many tokens works long enough on its weights for memory to answer from
+# further away.
+_PREFETCH_FEW, _PREFETCH_MANY = 256, 2560
+_FEW_TOKENS = 3
 
 
 def load_floats(
@@ -82,8 +87,9 @@ def emit_dense_tile(
         x_offset = emitter.times(first_input, 4)
         xs = [emitter.offset(address, x_offset) for address in tokens_at]
         if prefetch is None:
+            ahead = _PREFETCH_FEW if tokens <= _FEW_TOKENS else _PREFETCH_MANY
             for address in at:
-                emitter.prefetch(address, prefetch_distance(tokens), width * row_bytes)
+                emitter.prefetch(emitter.offset(address, ahead), width * row_bytes)
         elif width == UNROLL:
             prefetch(emitter.builder.sdiv(first_input, I64(UNROLL)))
         for k in range(width):
@@ -152,6 +158,7 @@ def dense_form(isa: Isa, layout: DenseLayout) -> Form:
         inputs_per_step=1,
         activation_step_bytes=4,
         row_blocks=ROW_BLOCKS,
+        tile_blocks=1,
         tile_tokens=isa.max_tokens,
         panel=PANEL_SHAPE,
         round_steps=UNROLL,

@@ -25,30 +25,20 @@ OVERRIDE = "MVLLM_CPU_ISA"
 _MAX_ACTIVATION = 127  # activations are int8 in [-127, 127]
 _FALSE = ir.IntType(1)(0)
 
-# Prefetch distances, bytes, measured on x86. A tile of many tokens works long enough on its weights for
-# memory to answer from further away; the hardware's own prefetching would halve its speed at worst.
-_PREFETCH_FEW, _PREFETCH_MANY = 256, 2560
-_FEW_TOKENS = 3
-
-
-def prefetch_distance(tokens: int) -> int:
-    """How far ahead of the weights in use a tile of `tokens` tokens prefetches, bytes."""
-    return _PREFETCH_FEW if tokens <= _FEW_TOKENS else _PREFETCH_MANY
-
 
 @dataclass(frozen=True)
 class Operands:
     """Codes of some row blocks and tokens over consecutive inputs of one group, for `Isa.dot`.
 
-    Inputs come in words of 32 bits per row and token: four codes of 8 bits, or, wide, two of 16 bits.
-    `load(block, word)` is a vector of unsigned codes below 2**bits (layout `codes`), with row r in its bytes
+    Inputs come in words of 32 bits per row and token: four codes of 8 bits, or, wide, two of 16 bits. `words`
+    are the numbers of those to take, in the order in which that is best done. `load(block, word)` is a vector of unsigned codes below 2**bits (layout `codes`), with row r in its bytes
     4r to 4r+3. `activations` holds each token's address of signed codes; `minus_sum(token)` is int32[lanes],
     minus the sum of these codes in every lane. `pin` fixes a value's place in the schedule.
     """
 
     load: Callable[[int, int], Value]
     blocks: int
-    words: int
+    words: Sequence[int]
     activations: Sequence[Value]
     minus_sum: Callable[[int], Value]
     bits: int
@@ -95,7 +85,7 @@ _Step = Callable[[Value, Value, Value], Value]  # (sum or None, codes, activatio
 
 
 def _add_words(
-    emitter: Emitter, operands: Operands, words: range, sums: Sequence[Sequence[Value]], step: _Step
+    emitter: Emitter, operands: Operands, words: Sequence[int], sums: Sequence[Sequence[Value]], step: _Step
 ) -> Dots:
     """`sums` with the products of `words` added by `step`, word after word."""
     results = [list(row) for row in sums]
@@ -128,7 +118,7 @@ def _dot_avx512(emitter: Emitter, operands: Operands) -> Dots:
         weights = emitter.builder.bitcast(codes, vector(I32, 16))
         return emitter.call(f"llvm.x86.avx512.{instruction}.512", vector(I32, 16), total, weights, activation)
 
-    return _add_words(emitter, operands, range(operands.words), _minus_zeros(emitter, operands), step)
+    return _add_words(emitter, operands, operands.words, _minus_zeros(emitter, operands), step)
 
 
 def _dot_avx2(emitter: Emitter, operands: Operands) -> Dots:
@@ -147,9 +137,8 @@ def _dot_avx2(emitter: Emitter, operands: Operands) -> Dots:
 
     none = [[None] * operands.blocks for _ in operands.activations]
     parts = []
-    for first in range(0, operands.words, addable):
-        words = range(first, min(first + addable, operands.words))
-        sums = _add_words(emitter, operands, words, none, step)
+    for first in range(0, len(operands.words), addable):
+        sums = _add_words(emitter, operands, operands.words[first : first + addable], none, step)
         parts.append([[_add_pairs_avx2(emitter, pairs) for pairs in row] for row in sums])
     if operands.zero:
         parts.append(_minus_zeros(emitter, operands))
@@ -181,7 +170,7 @@ def _dot_avx2_signed(emitter: Emitter, operands: Operands) -> Dots:
         if operands.zero == 0:  # what the signs take away
             start = builder.sub(start, builder.shl(operands.minus_sum(token), constant(I32, 8, 7)))
         starts.append([start] * operands.blocks)
-    return _add_words(emitter, operands, range(operands.words), starts, step)
+    return _add_words(emitter, operands, operands.words, starts, step)
 
 
 def _dot_avx2_wide(emitter: Emitter, operands: Operands) -> Dots:
@@ -193,7 +182,7 @@ def _dot_avx2_wide(emitter: Emitter, operands: Operands) -> Dots:
             total, emitter.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), weights, activations)
         )
 
-    return _add_words(emitter, operands, range(operands.words), _minus_zeros(emitter, operands), step)
+    return _add_words(emitter, operands, operands.words, _minus_zeros(emitter, operands), step)
 
 
 def _add_pairs_avx2(emitter: Emitter, pairs: Value) -> Value:
@@ -215,7 +204,7 @@ def _dot_portable(emitter: Emitter, operands: Operands) -> Dots:
             total = builder.add(total, builder.mul(weight, value))
         return total
 
-    return _add_words(emitter, operands, range(operands.words), _minus_zeros(emitter, operands), step)
+    return _add_words(emitter, operands, operands.words, _minus_zeros(emitter, operands), step)
 
 
 AVX512 = Isa(

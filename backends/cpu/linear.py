@@ -104,6 +104,7 @@ def matmul_address(format_name: str, isa: Isa, records: ActivationLayout) -> int
         form.inputs_per_step,
         form.activation_step_bytes,
         form.row_blocks,
+        form.tile_blocks,
         form.tile_tokens,
         form.panel.blocks,
         form.panel.tokens,
@@ -144,6 +145,7 @@ def _make_matmul(
     inputs_per_step: int,
     step_bytes: int,
     row_blocks: int,
+    tile_blocks: int,
     tile_tokens: int,
     panel_blocks: int,
     panel_tokens: int,
@@ -234,7 +236,9 @@ def _make_matmul(
                             if asked >= chunk_lines:
                                 lines = 0
             else:
-                for block in range(first_block, last_block):
+                for block in range(first_block, last_block, tile_blocks):
+                    # Without a neighbour a row block takes its place too.
+                    is_whole = block + tile_blocks <= last_block
                     token = start
                     while token < stop:
                         tiles = (stop - token + tile_tokens - 1) // tile_tokens
@@ -245,9 +249,11 @@ def _make_matmul(
                             activation_name,
                             together,
                             weights + block * block_stride,
+                            block_stride * is_whole,
                             activations + token * activation_stride,
                             activation_stride,
                             out + token * out_stride + block * out_block_bytes,
+                            out_block_bytes * is_whole,
                             out_stride,
                             steps,
                         )

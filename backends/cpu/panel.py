@@ -23,8 +23,9 @@ class Form:
 
     inputs_per_step: int
     activation_step_bytes: int
-    row_blocks: int  # of a tile of one token
-    tile_tokens: int  # of the largest tile of one row block
+    row_blocks: int  # of a tile of one token in the form of rows
+    tile_blocks: int  # row blocks of a tile
+    tile_tokens: int  # of the largest tile
     panel: PanelShape
     round_steps: int  # steps of one round of a panel tile's loop
     chunk_steps: int  # of a panel
@@ -66,7 +67,7 @@ def emit_prefetch_lines(
     def line(index: Value, carried: list[Value]) -> list[Value]:
         at = emitter.offset(first, emitter.times(index, LINE_BYTES))
         for block in range(blocks):
-            emitter.prefetch(emitter.offset(at, emitter.times(block_stride, block)), 0)
+            emitter.prefetch(emitter.offset(at, emitter.times(block_stride, block)))
         return carried
 
     emitter.loop(lines, [], line)

@@ -32,8 +32,23 @@ def _emit_tile(
 
     def emit(count: int) -> None:
         if format_name in DENSE:
-            weights, *rest = addresses_and_sizes
-            dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], 1, count, weights, I64(0), *rest)
+            weights, block_stride, activations, activation_stride, out, _, out_stride, steps = (
+                addresses_and_sizes
+            )
+            dense_kernels.emit_dense_tile(
+                emitter,
+                isa,
+                DENSE[format_name],
+                1,
+                count,
+                weights,
+                block_stride,
+                activations,
+                activation_stride,
+                out,
+                out_stride,
+                steps,
+            )
         else:
             quantized_kernels.emit_tile(
                 emitter, isa, QUANTIZED[format_name], records, count, *addresses_and_sizes
@@ -92,9 +107,9 @@ def _emit_panel_tile(
     emit_for_count(emitter, tokens, form_of(format_name, isa, records).panel.tokens, emit, smallest=2)
 
 
-multiply_tile = emitted(_emit_tile, 7, num_names=3)
-"""One row block times up to `tile_tokens` tokens, as (names, tokens, weights, activations, activation_stride,
-out, out_stride, steps)."""
+multiply_tile = emitted(_emit_tile, 9, num_names=3)
+"""`tile_blocks` row blocks times up to `tile_tokens` tokens, as (names, tokens, weights, block_stride,
+activations, activation_stride, out, out_block_stride, out_stride, steps)."""
 
 multiply_rows = emitted(_emit_rows, 5, num_names=3)
 """`row_blocks` row blocks, if more than one, times one token, as (names, weights, block_stride, activations,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mvllm.backends.cpu.functions import ROUND_TO_INTEGER, ROUND_TO_INTEGER_BITS
-from mvllm.backends.cpu.isa import ISAS, Dots, Isa, Operands, half_to_float, prefetch_distance
+from mvllm.backends.cpu.isa import ISAS, Dots, Isa, Operands, half_to_float
 from mvllm.backends.cpu.layout import (
     ACTIVATION_CODES_OFFSET,
     ACTIVATION_LAYOUTS,
@@ -44,47 +44,60 @@ from mvllm.backends.cpu.vector import (
     vector,
 )
 
+TILE_BLOCKS = 2
+"""Row blocks of a tile: they share the broadcasts of activations. With three, registers don't suffice."""
+
+_FARTHEST_PREFETCH = 128 * 1024  # bytes, a part of the second-level cache
 _SMALLEST_MAXIMUM = 2.0**-110  # below it code / maximum could overflow; such a group counts as zeros
 
 
-def load_codes(emitter: Emitter, layout: QuantLayout, planes: list[Value]) -> list[Value]:
-    """The eight quads of a group as vectors of uint8 codes, from its code planes (see `layout`)."""
+def load_quad(emitter: Emitter, layout: QuantLayout, load_plane: Callable[[int], Value], quad: int) -> Value:
+    """Quad `quad` of a group as uint8 codes, from its code planes (see `layout`)."""
     if layout.bits == 8:
-        return planes
+        return load_plane(quad)
     nibbles = QUADS // 2
-    codes = [_bits(emitter, plane, 0, 0x0F) for plane in planes[:nibbles]]
-    codes += [_bits(emitter, plane, 4, 0x0F) for plane in planes[:nibbles]]
+    codes = _bits(emitter, load_plane(quad % nibbles), 4 * (quad // nibbles), 0x0F)
     if layout.high_bits == 0:
         return codes
     quads_per_plane = 8 // layout.high_bits
     mask = ((1 << layout.high_bits) - 1) << 4
-    for quad in range(QUADS):
-        plane = planes[nibbles + quad // quads_per_plane]
-        position = quad % quads_per_plane * layout.high_bits
-        codes[quad] = emitter.builder.or_(codes[quad], _bits(emitter, plane, position - 4, mask))
-    return codes
+    plane = load_plane(nibbles + quad // quads_per_plane)
+    position = quad % quads_per_plane * layout.high_bits
+    return emitter.builder.or_(codes, _bits(emitter, plane, position - 4, mask))
 
 
-def load_words(
-    emitter: Emitter, isa: Isa, layout: QuantLayout, records: ActivationLayout, group: Value
-) -> list[Value]:
-    """The codes of the group record at `group`, as vectors of words for products with such activations."""
-    vector_bytes = 4 * isa.lanes
-    start = layout.codes_offset(isa.lanes)
-    planes = [
-        emitter.load(vector(I8, vector_bytes), group, start + plane * vector_bytes)
-        for plane in range(layout.planes)
-    ]
-    quads = load_codes(emitter, layout, planes)
-    if not records.is_wide:
-        return quads
-    builder, words = emitter.builder, []
-    for quad in quads:
-        pairs = builder.bitcast(quad, vector(I16, vector_bytes // 2))
-        even = builder.and_(pairs, constant(I16, vector_bytes // 2, 0xFF))
-        odd = builder.lshr(pairs, constant(I16, vector_bytes // 2, 8))
-        words += [builder.bitcast(half, quad.type) for half in (even, odd)]
-    return words
+class GroupCodes:
+    """The codes of the group record at `group`, unpacked when asked for, for products with such activations."""
+
+    def __init__(
+        self, emitter: Emitter, isa: Isa, layout: QuantLayout, records: ActivationLayout, group: Value
+    ) -> None:
+        self._emitter, self._isa, self._layout, self._records = emitter, isa, layout, records
+        self._start = emitter.offset(group, layout.codes_offset(isa.lanes))
+        self._planes: dict[int, Value] = {}
+
+    def word(self, number: int) -> Value:
+        """Word `number` of all rows, as `Isa.dot` takes them."""
+        if not self._records.is_wide:
+            return self._quad(number)
+        builder, quad = self._emitter.builder, self._quad(number // 2)
+        halves = vector(I16, quad.type.count // 2)
+        pairs = builder.bitcast(quad, halves)
+        if number % 2 == 0:
+            pairs = builder.and_(pairs, constant(I16, halves.count, 0xFF))
+        else:
+            pairs = builder.lshr(pairs, constant(I16, halves.count, 8))
+        return builder.bitcast(pairs, quad.type)
+
+    def _quad(self, number: int) -> Value:
+        return load_quad(self._emitter, self._layout, self._plane, number)
+
+    def _plane(self, number: int) -> Value:
+        if number not in self._planes:
+            vector_bytes = 4 * self._isa.lanes
+            plane = self._emitter.load(vector(I8, vector_bytes), self._start, number * vector_bytes)
+            self._planes[number] = plane
+        return self._planes[number]
 
 
 def _bits(emitter: Emitter, bytes_: Value, right: int, mask: int) -> Value:
@@ -163,29 +176,34 @@ def for_each_group(
     isa: Isa,
     layout: QuantLayout,
     factors: Factors,
-    weights: Value,
+    blocks: list[Value],
     groups: Value,
     carried: list[Value],
-    body: Callable[[Value, list[Value], Value, list[Value]], list[Value]],
+    body: Callable[[list[Value], list[list[Value]], Value, list[Value]], list[Value]],
 ) -> list[Value]:
-    """`carried = body(group record, header, group index, carried)` for every group of a row block."""
+    """`carried = body(group records, headers, group index, carried)` for every group of the row blocks at
+    `blocks`; records and headers are those of each row block."""
     group_bytes = layout.group_bytes(isa.lanes)
     if not layout.factored:
+        no_headers: list[list[Value]] = [[] for _ in blocks]
 
         def plain(index: Value, values: list[Value]) -> list[Value]:
-            return body(emitter.offset(weights, emitter.times(index, group_bytes)), [], index, values)
+            position = emitter.times(index, group_bytes)
+            return body([emitter.offset(block, position) for block in blocks], no_headers, index, values)
 
         return emitter.loop(groups, carried, plain)
 
     def superblock(outer: Value, values: list[Value]) -> list[Value]:
-        start = emitter.offset(weights, emitter.times(outer, layout.superblock_bytes(isa.lanes)))
-        header = factors.header(start)
-        first = emitter.offset(start, layout.header_bytes(isa.lanes))
+        position = emitter.times(outer, layout.superblock_bytes(isa.lanes))
+        starts = [emitter.offset(block, position) for block in blocks]
+        headers = [factors.header(start) for start in starts]
+        first = [emitter.offset(start, layout.header_bytes(isa.lanes)) for start in starts]
         before = emitter.times(outer, layout.superblock)
 
         def group(inner: Value, values: list[Value]) -> list[Value]:
-            record = emitter.offset(first, emitter.times(inner, group_bytes))
-            return body(record, header, emitter.offset(before, inner), values)
+            position = emitter.times(inner, group_bytes)
+            records = [emitter.offset(start, position) for start in first]
+            return body(records, headers, emitter.offset(before, inner), values)
 
         return emitter.loop(I64(layout.superblock), values, group)
 
@@ -199,34 +217,45 @@ def emit_tile(
     records: ActivationLayout,
     tokens: int,
     weights: Value,
+    block_stride: Value,
     activations: Value,
     activation_stride: Value,
     out: Value,
+    out_block_stride: Value,
     out_stride: Value,
     groups: Value,
 ) -> None:
-    """out[token, lane] of one row block and `tokens` tokens; strides in bytes, `groups` of 32 inputs."""
-    factors = Factors(emitter, isa, layout, lane=None)
-    rows = [emitter.offset(activations, emitter.times(activation_stride, I64(t))) for t in range(tokens)]
-    ahead = prefetch_distance(tokens)
+    """out[token, block, lane] of TILE_BLOCKS row blocks and `tokens` tokens; strides in bytes, `groups` of 32
+    inputs. With block strides of 0 it is one row block, computed more than once."""
+    builder, factors = emitter.builder, Factors(emitter, isa, layout, lane=None)
+    blocks = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(TILE_BLOCKS)]
+    acts = [emitter.offset(activations, emitter.times(activation_stride, t)) for t in range(tokens)]
+    # What the next tile reads, as far as that stays in the second-level cache.
+    next_tile = emitter.times(block_stride, TILE_BLOCKS)
+    is_near = builder.icmp_signed("<", next_tile, I64(_FARTHEST_PREFETCH))
+    ahead = builder.select(is_near, next_tile, I64(_FARTHEST_PREFETCH))
 
-    def group(record: Value, header: list[Value], index: Value, sums: list[Value]) -> list[Value]:
-        emitter.prefetch(record, ahead, layout.group_bytes(isa.lanes))
-        codes = load_words(emitter, isa, layout, records, record)
-        scales, bias = factors.scales(header, record), factors.bias(header, record)
-        weights = GroupWeights(1, lambda block, word: codes[word], lambda block: scales, lambda block: bias)
+    def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
+        for record in at:
+            emitter.prefetch(emitter.offset(record, ahead), layout.group_bytes(isa.lanes))
+        codes = [GroupCodes(emitter, isa, layout, records, record) for record in at]
+        scales = [factors.scales(header, record) for header, record in zip(headers, at, strict=True)]
+        biases = [factors.bias(header, record) for header, record in zip(headers, at, strict=True)]
+        weights = GroupWeights(
+            TILE_BLOCKS, lambda block, word: codes[block].word(word), scales.__getitem__, biases.__getitem__
+        )
         position = emitter.times(index, records.record_bytes)
-        product = GroupProduct(emitter, isa, layout, records, weights, pinned=False)
-        results = []
-        for row, sum_ in zip(rows, sums, strict=True):
-            [[result]] = product.add_to([[sum_]], [emitter.offset(row, position)])
-            results.append(emitter.pin(result, isa.register if tokens > 1 else None))
-        return results
+        product = GroupProduct(emitter, isa, layout, records, weights)
+        by_token = [sums[t * TILE_BLOCKS : (t + 1) * TILE_BLOCKS] for t in range(tokens)]
+        rows = product.add_to(by_token, [emitter.offset(act, position) for act in acts])
+        return [sum_ for row in rows for sum_ in row]
 
-    zeros = [constant(F32, isa.lanes, 0.0)] * tokens
-    sums = for_each_group(emitter, isa, layout, factors, weights, groups, zeros, group)
-    for token, sum_ in enumerate(sums):
-        emitter.store(sum_, emitter.offset(out, emitter.times(out_stride, I64(token))))
+    zeros = [constant(F32, isa.lanes, 0.0)] * (tokens * TILE_BLOCKS)
+    sums = for_each_group(emitter, isa, layout, factors, blocks, groups, zeros, group)
+    for index, sum_ in enumerate(sums):
+        token, block = divmod(index, TILE_BLOCKS)
+        at = (emitter.times(out_stride, token), emitter.times(out_block_stride, block))
+        emitter.store(sum_, emitter.offset(out, *at))
 
 
 @dataclass(frozen=True)
@@ -252,7 +281,6 @@ class GroupProduct:
     layout: QuantLayout
     records: ActivationLayout
     weights: GroupWeights
-    pinned: bool  # keep the order in which products are written
 
     def add_to(self, sums: list[list[Value]], tokens: list[Value]) -> list[list[Value]]:
         """`sums[token][block]` with the group added; `tokens` are the addresses of its activation records."""
@@ -289,12 +317,11 @@ class GroupProduct:
         return [self._dot(0, words // 2, tokens), self._dot(words // 2, words, tokens)]
 
     def _dot(self, first: int, last: int, tokens: list[Value]) -> Dots:
-        position = ACTIVATION_CODES_OFFSET + 4 * first
         operands = Operands(
-            lambda block, word: self.weights.load(block, first + word),
+            self.weights.load,
             blocks=self.weights.blocks,
-            words=last - first,
-            activations=[self.emitter.offset(record, position) for record in tokens],
+            words=[word for word in self._words_by_plane() if first <= word < last],
+            activations=[self.emitter.offset(record, ACTIVATION_CODES_OFFSET) for record in tokens],
             minus_sum=lambda token: self._minus_sum(tokens[token], first, last),
             bits=self.layout.bits,
             zero=self.layout.zero,
@@ -302,6 +329,11 @@ class GroupProduct:
             pin=self._pin,
         )
         return self.isa.dot(self.emitter, operands)
+
+    def _words_by_plane(self) -> list[int]:
+        """All words, those next to each other that are unpacked from the same plane."""
+        quads = [quad + high for quad in range(QUADS // 2) for high in (0, QUADS // 2)]
+        return [2 * quad + odd for quad in quads for odd in (0, 1)] if self.records.is_wide else quads
 
     def _minus_sum(self, record: Value, first: int, last: int) -> Value:
         """Minus the sum of the activation codes in words [first, last): the whole group or a half."""
@@ -316,7 +348,7 @@ class GroupProduct:
         return self.emitter.load_splat(element, self.isa.lanes, record, offset)
 
     def _pin(self, value: Value) -> Value:
-        return self.emitter.pin(value, self.isa.register) if self.pinned else value
+        return self.emitter.pin(value, self.isa.register)
 
 
 def emit_row(
@@ -328,13 +360,17 @@ def emit_row(
     plane_bytes = 4 * isa.lanes
     floats, ints = vector(F32, 4), vector(I32, 4)
 
-    def group(record: Value, header: list[Value], index: Value, carried: list[Value]) -> list[Value]:
+    def group(
+        at: list[Value], headers: list[list[Value]], index: Value, carried: list[Value]
+    ) -> list[Value]:
+        [record], [header] = at, headers
         row = emitter.offset(record, emitter.times(lane, 4), layout.codes_offset(isa.lanes))
         planes = [emitter.load(vector(I8, 4), row, plane * plane_bytes) for plane in range(layout.planes)]
         scales = [emitter.shuffle(scale, [0] * 4) for scale in factors.scales(header, record)]
         bias = factors.bias(header, record)
         target = emitter.offset(out, emitter.times(index, 4 * GROUP))
-        for quad, code in enumerate(load_codes(emitter, layout, planes)):
+        for quad in range(QUADS):
+            code = load_quad(emitter, layout, planes.__getitem__, quad)
             centred = builder.sub(builder.zext(code, ints), constant(I32, 4, layout.zero))
             value = builder.fmul(builder.sitofp(centred, floats), scales[quad * len(scales) // QUADS])
             if bias is not None:
@@ -342,7 +378,7 @@ def emit_row(
             emitter.store(value, target, 16 * quad)
         return []
 
-    for_each_group(emitter, isa, layout, factors, weights, groups, [], group)
+    for_each_group(emitter, isa, layout, factors, [weights], groups, [], group)
 
 
 def emit_quantize(

@@ -19,11 +19,12 @@ from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.layout import GROUP, ActivationLayout, QuantLayout
 from mvllm.backends.cpu.panel import Form, PanelShape, emit_prefetch_lines, emit_start_sums, emit_store_sums
 from mvllm.backends.cpu.quantized_kernels import (
+    TILE_BLOCKS,
     Factors,
+    GroupCodes,
     GroupProduct,
     GroupWeights,
     for_each_group,
-    load_words,
 )
 from mvllm.backends.cpu.vector import (
     F32,
@@ -76,18 +77,22 @@ def emit_unpack(
     def block(number: Value, carried: list[Value]) -> list[Value]:
         target = emitter.offset(scratch, emitter.times(number, unpacked.block_bytes))
 
-        def group(record: Value, header: list[Value], index: Value, carried: list[Value]) -> list[Value]:
-            at = emitter.offset(target, emitter.times(index, blocks * unpacked.block_bytes))
+        def group(
+            at: list[Value], headers: list[list[Value]], index: Value, carried: list[Value]
+        ) -> list[Value]:
+            [record], [header] = at, headers
+            codes = GroupCodes(emitter, isa, layout, records, record)
             values = factors.scales(header, record)
             bias = factors.bias(header, record)
             values += [] if bias is None else [bias]
-            values += load_words(emitter, isa, layout, records, record)
+            values += [codes.word(word) for word in range(records.words)]
+            to = emitter.offset(target, emitter.times(index, blocks * unpacked.block_bytes))
             for position, value in enumerate(values):
-                emitter.store(value, at, position * 4 * isa.lanes)
+                emitter.store(value, to, position * 4 * isa.lanes)
             return []
 
         start = emitter.offset(weights, emitter.times(number, block_stride))
-        for_each_group(emitter, isa, layout, factors, start, groups, [], group)
+        for_each_group(emitter, isa, layout, factors, [start], groups, [], group)
         return []
 
     emitter.loop(I64(blocks), [], block)
@@ -135,7 +140,7 @@ def emit_panel_tile(
             lambda block: load(floats, block, layout.scales) if layout.has_bias else None,
         )
         position = emitter.times(index, records.record_bytes)
-        product = GroupProduct(emitter, isa, layout, records, weights, pinned=True)
+        product = GroupProduct(emitter, isa, layout, records, weights)
         by_token = [sums[t * blocks : (t + 1) * blocks] for t in range(tokens)]
         rows = product.add_to(by_token, [emitter.offset(act, position) for act in acts])
         return [sum_ for row in rows for sum_ in row]
@@ -151,6 +156,7 @@ def quantized_form(isa: Isa, layout: QuantLayout, records: ActivationLayout) -> 
         inputs_per_step=GROUP,
         activation_step_bytes=records.record_bytes,
         row_blocks=1,
+        tile_blocks=TILE_BLOCKS,
         tile_tokens=isa.max_tokens,
         panel=PANEL_SHAPE,
         round_steps=1,
