@@ -11,7 +11,7 @@ from mvllm.backends.cpu.layout import (
     ACTIVATION_CODES_OFFSET,
     DENSE,
     GROUP,
-    MINUS_LOW_SUM_OFFSET,
+    HALF_SUMS_OFFSET,
     MINUS_SUM_OFFSET,
     NARROW,
     SCALE_OFFSET,
@@ -36,7 +36,7 @@ def _record(layout: ActivationLayout) -> np.dtype:
         "scale": ("f4", SCALE_OFFSET),
         "scaled_sum": ("f4", SCALED_SUM_OFFSET),
         "minus_sum": ("i4", MINUS_SUM_OFFSET),
-        "minus_low_sum": ("i4", MINUS_LOW_SUM_OFFSET),
+        "minus_half_sums": ("i4" if layout.is_wide else "2i2", HALF_SUMS_OFFSET),
         "codes": ("32i2" if layout.is_wide else "32i1", ACTIVATION_CODES_OFFSET),
     }
     formats, offsets = zip(*fields.values(), strict=True)

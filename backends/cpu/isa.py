@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llvmlite.binding
 from llvmlite import ir
@@ -23,17 +23,28 @@ OVERRIDE = "MVLLM_CPU_ISA"
 """Environment variable that names an instruction set, for tests and for narrowing down a fault."""
 
 _MAX_ACTIVATION = 127  # activations are int8 in [-127, 127]
+_MOST_CODES_HELD = 6  # AVX2 registers of codes
 _FALSE = ir.IntType(1)(0)
+
+
+@dataclass(frozen=True)
+class HalfFactors:
+    """Integer factors of the two halves of a group: int32[lanes], pairs of int16, by row block."""
+
+    factor: Callable[[int, int], Value]  # (block, half): the factor of that half, twice
+    zeros: Callable[[int], Value]  # zero times the factor of each half
 
 
 @dataclass(frozen=True)
 class Operands:
     """Codes of some row blocks and tokens over consecutive inputs of one group, for `Isa.dot`.
 
-    Inputs come in words of 32 bits per row and token: four codes of 8 bits, or, wide, two of 16 bits. `words`
-    are the numbers of those to take, in the order in which that is best done. `load(block, word)` is a vector of unsigned codes below 2**bits (layout `codes`), with row r in its bytes
-    4r to 4r+3. `activations` holds each token's address of signed codes; `minus_sum(token)` is int32[lanes],
-    minus the sum of these codes in every lane. `pin` fixes a value's place in the schedule.
+    Inputs come in words of 32 bits per row and token: four codes of 8 bits, or, wide, two of 16 bits. `words` are
+    the numbers of those to take, in the order in which that is best done. `load(block, word)` is a vector of
+    unsigned codes below 2**bits, or, wide, of signed ones, with row r in its bytes 4r to 4r+3. `activations`
+    holds each token's address of signed codes; `minus_sum(token)` is int32[lanes], minus the sum of these codes
+    in every lane, `half_sums(token)` the same of the two halves, int16 pairs, or if wide of the first half
+    alone. `pin` fixes a value's place in the schedule.
     """
 
     load: Callable[[int, int], Value]
@@ -41,8 +52,10 @@ class Operands:
     words: Sequence[int]
     activations: Sequence[Value]
     minus_sum: Callable[[int], Value]
+    half_sums: Callable[[int], Value]
     bits: int
     zero: int  # 0 or a power of two
+    halves: HalfFactors | None
     is_wide: bool
     pin: Callable[[Value], Value]
 
@@ -55,7 +68,8 @@ Dots = list[list[Value]]
 class Isa:
     """One instruction set.
 
-    `dot(emitter, operands)` emits, for every token and row, the exact sum of (code - zero) * activation.
+    `dot(emitter, operands)` emits, for every token and row, the exact sum of (code - zero) * activation, each
+    times the factor of its half where there are factors.
     """
 
     name: str
@@ -111,6 +125,42 @@ def _minus_zeros(emitter: Emitter, operands: Operands) -> Dots:
     return dots
 
 
+_Dot = Callable[[Emitter, Operands], Dots]
+
+
+def _by_halves(dot: _Dot) -> _Dot:
+    """`dot`, which knows no factors, for operands that may have them."""
+
+    def scaled(emitter: Emitter, operands: Operands) -> Dots:
+        factors = operands.halves
+        if factors is None:
+            return dot(emitter, operands)
+        builder, sums = emitter.builder, []
+        for half in (0, 1):
+            pairs = [factors.factor(block, half) for block in range(operands.blocks)]
+            values = [builder.ashr(pair, constant(I32, pair.type.count, 16)) for pair in pairs]
+            dots = dot(emitter, _half(emitter, operands, half))
+            sums.append([[builder.mul(*both) for both in zip(row, values, strict=True)] for row in dots])
+        return _add_dots(emitter, *sums)
+
+    return scaled
+
+
+def _half(emitter: Emitter, operands: Operands, half: int) -> Operands:
+    """The operands of one half of a group, without factors."""
+    builder, num_words = emitter.builder, len(operands.words)
+
+    def minus_sum(token: int) -> Value:
+        sums = operands.half_sums(token)
+        sixteen = constant(I32, sums.type.count, 16)
+        if operands.is_wide:
+            return sums if half == 0 else builder.sub(operands.minus_sum(token), sums)
+        return builder.ashr(builder.shl(sums, sixteen) if half == 0 else sums, sixteen)
+
+    words = [word for word in operands.words if 2 * word // num_words == half]
+    return replace(operands, words=words, minus_sum=minus_sum, halves=None)
+
+
 def _dot_avx512(emitter: Emitter, operands: Operands) -> Dots:
     instruction = "vpdpwssd" if operands.is_wide else "vpdpbusd"
 
@@ -123,26 +173,66 @@ def _dot_avx512(emitter: Emitter, operands: Operands) -> Dots:
 
 def _dot_avx2(emitter: Emitter, operands: Operands) -> Dots:
     if operands.is_wide:
-        return _dot_avx2_wide(emitter, operands)
+        return _by_halves(_dot_avx2_wide)(emitter, operands)
     if operands.bits == 8:
-        return _dot_avx2_signed(emitter, operands)
-    builder = emitter.builder
+        return _by_halves(_dot_avx2_signed)(emitter, operands)
+    builder, halves, num_words = emitter.builder, operands.halves, len(operands.words)
     # A pair product is at most 2 * (2**bits - 1) * 127; as many as stay below 2**15 are added in 16 bits.
     addable = (2**15 - 1) // (2 * (2**operands.bits - 1) * _MAX_ACTIVATION)
+    if halves is not None:
+        dots = _minus_scaled_zeros_avx2(emitter, operands, halves)
+    else:
+        dots = _minus_zeros(emitter, operands)
 
-    def step(pairs: Value, codes: Value, activation: Value) -> Value:
+    def multiply(pairs: Value, codes: Value, activation: Value) -> Value:
         activations = builder.bitcast(activation, vector(I8, 32))
         product = emitter.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, 16), codes, activations)
         return product if pairs is None else builder.add(pairs, product)
 
-    none = [[None] * operands.blocks for _ in operands.activations]
-    parts = []
-    for first in range(0, len(operands.words), addable):
-        sums = _add_words(emitter, operands, operands.words[first : first + addable], none, step)
-        parts.append([[_add_pairs_avx2(emitter, pairs) for pairs in row] for row in sums])
-    if operands.zero:
-        parts.append(_minus_zeros(emitter, operands))
-    return functools.reduce(functools.partial(_add_dots, emitter), parts)
+    def add(total: Value, pairs: Value, block: int, word: int) -> Value:
+        if halves is None:
+            return operands.pin(builder.add(total, _add_pairs_avx2(emitter, pairs)))
+        factor = builder.bitcast(halves.factor(block, 2 * word // num_words), pairs.type)
+        return operands.pin(builder.add(total, _multiply_pairs_avx2(emitter, pairs, factor)))
+
+    def add_by_word(words: Sequence[int]) -> None:
+        none = [[None] * operands.blocks for _ in operands.activations]
+        for row, sums in zip(dots, _add_words(emitter, operands, words, none, multiply), strict=True):
+            row[:] = [add(total, sums[block], block, words[0]) for block, total in enumerate(row)]
+
+    def add_by_token(words: Sequence[int]) -> None:
+        codes = [
+            [operands.pin(operands.load(block, word)) for word in words] for block in range(operands.blocks)
+        ]
+        for row, address in zip(dots, operands.activations, strict=True):
+            activations = [emitter.load_splat(I32, 8, address, 4 * word) for word in words]
+            for block, total in enumerate(row):
+                pairs = functools.reduce(
+                    lambda pairs, both: multiply(pairs, *both),
+                    zip(codes[block], activations, strict=True),
+                    None,
+                )
+                row[block] = add(total, pairs, block, words[0])
+
+    for first in range(0, num_words, addable):
+        words = operands.words[first : first + addable]
+        # With few codes to hold there are registers for the totals too.
+        if len(words) * operands.blocks <= _MOST_CODES_HELD:
+            add_by_token(words)
+        else:
+            add_by_word(words)
+    return dots
+
+
+def _minus_scaled_zeros_avx2(emitter: Emitter, operands: Operands, halves: HalfFactors) -> Dots:
+    """-zero * (sum of factor * activation), for every output."""
+    builder, pairs = emitter.builder, vector(I16, 16)
+    dots = []
+    for token in range(len(operands.activations)):
+        sums = builder.bitcast(operands.half_sums(token), pairs)
+        zeros = [builder.bitcast(halves.zeros(block), pairs) for block in range(operands.blocks)]
+        dots.append([_multiply_pairs_avx2(emitter, sums, zero) for zero in zeros])
+    return dots
 
 
 def _add_dots(emitter: Emitter, x: Dots, y: Dots) -> Dots:
@@ -178,15 +268,18 @@ def _dot_avx2_wide(emitter: Emitter, operands: Operands) -> Dots:
 
     def step(total: Value, codes: Value, activation: Value) -> Value:
         weights, activations = builder.bitcast(codes, pairs), builder.bitcast(activation, pairs)
-        return builder.add(
-            total, emitter.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), weights, activations)
-        )
+        return builder.add(total, _multiply_pairs_avx2(emitter, weights, activations))
 
     return _add_words(emitter, operands, operands.words, _minus_zeros(emitter, operands), step)
 
 
+def _multiply_pairs_avx2(emitter: Emitter, x: Value, y: Value) -> Value:
+    """int16[16] each -> int32[8], the sums of the products of pairs."""
+    return emitter.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), x, y)
+
+
 def _add_pairs_avx2(emitter: Emitter, pairs: Value) -> Value:
-    return emitter.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), pairs, constant(I16, 16, 1))
+    return _multiply_pairs_avx2(emitter, pairs, constant(I16, 16, 1))
 
 
 def _dot_portable(emitter: Emitter, operands: Operands) -> Dots:
@@ -196,12 +289,18 @@ def _dot_portable(emitter: Emitter, operands: Operands) -> Dots:
     def step(total: Value, codes: Value, activation: Value) -> Value:
         ints = activation.type
         packed = builder.bitcast(codes, ints)
+
+        def part_of(words: Value, position: int) -> Value:
+            """The `bits` bits from `position` on, with their sign."""
+            top = builder.shl(words, constant(I32, ints.count, 32 - bits - position))
+            return builder.ashr(top, constant(I32, ints.count, 32 - bits))
+
         for position in range(0, 32, bits):
             shifted = builder.lshr(packed, constant(I32, ints.count, position))
             weight = builder.and_(shifted, constant(I32, ints.count, (1 << bits) - 1))
-            top = builder.shl(activation, constant(I32, ints.count, 32 - bits - position))
-            value = builder.ashr(top, constant(I32, ints.count, 32 - bits))
-            total = builder.add(total, builder.mul(weight, value))
+            if operands.is_wide:  # codes times a factor have a sign
+                weight = part_of(packed, position)
+            total = builder.add(total, builder.mul(weight, part_of(activation, position)))
         return total
 
     return _add_words(emitter, operands, operands.words, _minus_zeros(emitter, operands), step)
@@ -214,7 +313,7 @@ AVX512 = Isa(
     register="v",
     features=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
     native_half=True,
-    dot=_dot_avx512,
+    dot=_by_halves(_dot_avx512),
 )
 AVX2 = Isa(
     name="avx2",
@@ -232,7 +331,7 @@ PORTABLE = Isa(
     register=None,
     features=frozenset(),
     native_half=False,
-    dot=_dot_portable,
+    dot=_by_halves(_dot_portable),
 )
 
 ISAS = {isa.name: isa for isa in (AVX512, AVX2, PORTABLE)}

@@ -15,12 +15,9 @@ Quantized row block, for each superblock of 32 * `superblock` inputs:
 Factors are float16, or of another dense type for scales and biases that float16 can't hold (`AFFINE...`).
 Groups of 64 or 128 inputs are packed as groups of 32 with the same factors, codes of 2 and 3 bits in 4 bits.
 
-Codes come as eight quads: quad j of row r holds the codes of its inputs 4j to 4j+3 in four bytes.
-
-    8 bits   8 vectors: quad j                                            (a vector: lanes * 4 bytes)
-    4 to 6   4 vectors: quad j in the low nibbles, quad j + 4 in the high ones; the codes' low 4 bits
-    5 bits   1 vector more: bit 4 of quad j at bit j of each byte
-    6 bits   2 vectors more: bits 4 and 5 of quad 4 * i + j of vector i at bits 2j and 2j + 1 of each byte
+Codes come as eight quads: quad j of row r holds the codes of its inputs 4j to 4j+3 in four bytes. `bits`
+planes of lanes * 4 bytes keep them: each plane has one quad in its low bits, and in the bits above some of
+the quads that have no plane of their own (`CODE_PARTS`).
 
 Dense row block: [inputs][lanes] values in the file's own type.
 
@@ -29,7 +26,7 @@ Activations for a quantized matrix, per group of 32 inputs a record (`Activation
     scale          float32; scale * code approximates the value
     scaled sum     float32, scale * sum of the codes
     minus sum      int32, minus the sum of the codes
-    minus low sum  int32, minus the sum of the first 16 codes
+    half sums      int16[2], minus the sums of the first and the last 16 codes; wide: int32, of the first
     codes          int8[32]; wide: int16[32], of every four inputs first those of even number (0 2 1 3)
 """
 
@@ -45,8 +42,41 @@ GROUP = 32
 
 QUADS = GROUP // 4
 
-SCALE_OFFSET, SCALED_SUM_OFFSET, MINUS_SUM_OFFSET, MINUS_LOW_SUM_OFFSET = range(0, 16, 4)
+SCALE_OFFSET, SCALED_SUM_OFFSET, MINUS_SUM_OFFSET, HALF_SUMS_OFFSET = range(0, 16, 4)
 ACTIVATION_CODES_OFFSET = 16
+
+
+@dataclass(frozen=True)
+class CodePart:
+    """`width` bits of a quad's codes, from bit `code_bit` on, that a plane has from bit `plane_bit` on."""
+
+    plane: int
+    plane_bit: int
+    code_bit: int
+    width: int
+
+
+def _own_planes(bits: int) -> tuple[tuple[CodePart, ...], ...]:
+    """The first `bits` quads, each in the low bits of a plane."""
+    return tuple((CodePart(quad, plane_bit=0, code_bit=0, width=bits),) for quad in range(bits))
+
+
+CODE_PARTS: dict[int, tuple[tuple[CodePart, ...], ...]] = {
+    8: _own_planes(8),
+    6: (
+        *_own_planes(6),
+        (CodePart(0, 6, 0, 2), CodePart(1, 6, 2, 2), CodePart(2, 6, 4, 2)),
+        (CodePart(3, 6, 0, 2), CodePart(4, 6, 2, 2), CodePart(5, 6, 4, 2)),
+    ),
+    5: (
+        *_own_planes(5),
+        (CodePart(0, 5, 0, 3), CodePart(1, 5, 3, 2)),
+        (CodePart(2, 5, 0, 3), CodePart(3, 5, 3, 2)),
+        (CodePart(4, 5, 0, 3), CodePart(1, 7, 3, 1), CodePart(3, 7, 4, 1)),
+    ),
+    4: (*_own_planes(4), *((CodePart(plane, 4, 0, 4),) for plane in range(4))),
+}
+"""Where each of the eight quads is, by the number of bits. Most quads take a single mask to unpack."""
 
 
 @dataclass(frozen=True)
@@ -92,22 +122,12 @@ class QuantLayout:
     zero: int  # the code of 0 before the bias; 0 or a power of two
     has_bias: bool
     superblock: int = 1  # groups of 32 inputs under one super scale; 1: scales are not factored
-    scales: int = 1  # scales per group of 32 inputs
+    scales: int = 1  # per group of 32 inputs; two are the factors of int8 of its halves
     factor_type: str = "F16"  # of scales and biases that are not factored, one of `DENSE`
 
     @property
     def factored(self) -> bool:
         return self.superblock > 1
-
-    @property
-    def high_bits(self) -> int:
-        """Bits of a code beyond the nibble planes."""
-        return self.bits - 4 if self.bits < 8 else 0
-
-    @property
-    def planes(self) -> int:
-        """Vectors of codes per group."""
-        return QUADS if self.bits == 8 else QUADS // 2 + self.high_bits
 
     @property
     def factor_bytes(self) -> int:
@@ -122,7 +142,7 @@ class QuantLayout:
         return self.bias_offset(lanes) + bias_bytes
 
     def group_bytes(self, lanes: int) -> int:
-        return self.codes_offset(lanes) + self.planes * 4 * lanes
+        return self.codes_offset(lanes) + self.bits * 4 * lanes
 
     def header_bytes(self, lanes: int) -> int:
         """Super scales and super biases of a superblock."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from mvllm.backends.cpu.isa import ISAS, Isa
 from mvllm.backends.cpu.jit import NativeFunction, native_function
-from mvllm.backends.cpu.layout import DENSE, GROUP, QUADS, QUANTIZED, QuantLayout
+from mvllm.backends.cpu.layout import CODE_PARTS, DENSE, GROUP, QUADS, QUANTIZED, QuantLayout
 from mvllm.backends.cpu.pointers import i64_at
 from mvllm.backends.cpu.vector import I1, I8, I16, I32, Emitter, Value, constant, emitted, vector
 from mvllm.core.load.quantized import QUANT_FORMATS
@@ -237,24 +237,14 @@ _FACTORS: dict[str, Callable[[Emitter, QuantLayout, int, Value, Value, Value, li
 def emit_planes(emitter: Emitter, layout: QuantLayout, quads: Value) -> list[Value]:
     """int32[8] of four codes each -> the int32 of each plane."""
     builder = emitter.builder
-    if layout.bits == 8:
-        return [builder.extract_element(quads, I32(quad)) for quad in range(QUADS)]
-    half = QUADS // 2
-    low = builder.and_(quads, constant(I32, QUADS, 0x0F0F0F0F))
-    upper = builder.shl(emitter.shuffle(low, range(half, QUADS)), constant(I32, half, 4))
-    nibbles = builder.or_(emitter.shuffle(low, range(half)), upper)
-    planes = [builder.extract_element(nibbles, I32(plane)) for plane in range(half)]
-    if layout.high_bits == 0:
-        return planes
-    bits = layout.high_bits
-    mask = constant(I32, QUADS, 0x01010101 * ((1 << bits) - 1))
-    high = builder.and_(builder.lshr(quads, constant(I32, QUADS, 4)), mask)
-    per_plane = 8 // bits
-    positions = vector(I32, QUADS)([bits * (quad % per_plane) for quad in range(QUADS)])
-    placed = builder.shl(high, positions)
-    for plane in range(bits):
-        part = emitter.shuffle(placed, range(plane * per_plane, (plane + 1) * per_plane))
-        planes.append(emitter.reduce(builder.or_, part))
+    planes = [I32(0)] * layout.bits
+    for number, parts in enumerate(CODE_PARTS[layout.bits]):
+        quad = builder.extract_element(quads, I32(number))
+        for part in parts:
+            # No bit leaves its byte: what is shifted was masked for the place it goes to.
+            bits = builder.lshr(quad, I32(part.code_bit))
+            bits = builder.and_(bits, I32(0x01010101 * ((1 << part.width) - 1)))
+            planes[part.plane] = builder.or_(planes[part.plane], builder.shl(bits, I32(part.plane_bit)))
     return planes
 
 

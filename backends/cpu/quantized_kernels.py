@@ -3,31 +3,34 @@
 A tile is one row block times a few tokens. Per group of 32 inputs it unpacks the weights' codes once, forms
 the exact integer dot products with each token's codes, and carries one float32 accumulator per output:
 
-    sum = fma(float(dot), scale * activation_scale, sum)        one scale per group
-    sum = fma(float(low dot) * low scale + float(high dot) * high scale, activation_scale, sum)    two
+    sum = fma(float(dot), scale * activation_scale, sum)
     sum = fma(bias, activation_scale * sum of codes, sum)       with a bias
 
-Groups ascend. Hence an output's value does not depend on the tile, the batch or the row range it is in.
+Where the halves of a group have integer factors, they are part of the exact dot product. Groups ascend. Hence
+an output's value does not depend on the tile, the batch or the row range it is in.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mvllm.backends.cpu.functions import ROUND_TO_INTEGER, ROUND_TO_INTEGER_BITS
-from mvllm.backends.cpu.isa import ISAS, Dots, Isa, Operands, half_to_float
+from mvllm.backends.cpu.isa import ISAS, HalfFactors, Isa, Operands, half_to_float
 from mvllm.backends.cpu.layout import (
     ACTIVATION_CODES_OFFSET,
     ACTIVATION_LAYOUTS,
+    CODE_PARTS,
     GROUP,
-    MINUS_LOW_SUM_OFFSET,
+    HALF_SUMS_OFFSET,
     MINUS_SUM_OFFSET,
     QUADS,
     QUANTIZED,
     SCALE_OFFSET,
     SCALED_SUM_OFFSET,
     ActivationLayout,
+    CodePart,
     QuantLayout,
 )
 from mvllm.backends.cpu.vector import (
@@ -53,61 +56,42 @@ _SMALLEST_MAXIMUM = 2.0**-110  # below it code / maximum could overflow; such a 
 
 def load_quad(emitter: Emitter, layout: QuantLayout, load_plane: Callable[[int], Value], quad: int) -> Value:
     """Quad `quad` of a group as uint8 codes, from its code planes (see `layout`)."""
-    if layout.bits == 8:
-        return load_plane(quad)
-    nibbles = QUADS // 2
-    codes = _bits(emitter, load_plane(quad % nibbles), 4 * (quad // nibbles), 0x0F)
-    if layout.high_bits == 0:
-        return codes
-    quads_per_plane = 8 // layout.high_bits
-    mask = ((1 << layout.high_bits) - 1) << 4
-    plane = load_plane(nibbles + quad // quads_per_plane)
-    position = quad % quads_per_plane * layout.high_bits
-    return emitter.builder.or_(codes, _bits(emitter, plane, position - 4, mask))
+    parts = [_take_bits(emitter, load_plane(part.plane), part) for part in CODE_PARTS[layout.bits][quad]]
+    return functools.reduce(emitter.builder.or_, parts)
 
 
-class GroupCodes:
-    """The codes of the group record at `group`, unpacked when asked for, for products with such activations."""
-
-    def __init__(
-        self, emitter: Emitter, isa: Isa, layout: QuantLayout, records: ActivationLayout, group: Value
-    ) -> None:
-        self._emitter, self._isa, self._layout, self._records = emitter, isa, layout, records
-        self._start = emitter.offset(group, layout.codes_offset(isa.lanes))
-        self._planes: dict[int, Value] = {}
-
-    def word(self, number: int) -> Value:
-        """Word `number` of all rows, as `Isa.dot` takes them."""
-        if not self._records.is_wide:
-            return self._quad(number)
-        builder, quad = self._emitter.builder, self._quad(number // 2)
-        halves = vector(I16, quad.type.count // 2)
-        pairs = builder.bitcast(quad, halves)
-        if number % 2 == 0:
-            pairs = builder.and_(pairs, constant(I16, halves.count, 0xFF))
-        else:
-            pairs = builder.lshr(pairs, constant(I16, halves.count, 8))
-        return builder.bitcast(pairs, quad.type)
-
-    def _quad(self, number: int) -> Value:
-        return load_quad(self._emitter, self._layout, self._plane, number)
-
-    def _plane(self, number: int) -> Value:
-        if number not in self._planes:
-            vector_bytes = 4 * self._isa.lanes
-            plane = self._emitter.load(vector(I8, vector_bytes), self._start, number * vector_bytes)
-            self._planes[number] = plane
-        return self._planes[number]
+def _take_bits(emitter: Emitter, plane: Value, part: CodePart) -> Value:
+    """The bits of a part, at their place in the codes, for each byte of a plane."""
+    builder, count = emitter.builder, plane.type.count
+    if part.width == 8:
+        return plane
+    words = vector(I32, count // 4)
+    bits, right = builder.bitcast(plane, words), part.plane_bit - part.code_bit
+    if right > 0:
+        bits = builder.lshr(bits, constant(I32, words.count, right))
+    mask = ((1 << part.width) - 1) << part.code_bit
+    return builder.and_(builder.bitcast(bits, plane.type), constant(I8, count, mask))
 
 
-def _bits(emitter: Emitter, bytes_: Value, right: int, mask: int) -> Value:
-    """(bytes >> right) & mask per byte; a negative `right` shifts left."""
-    builder, count = emitter.builder, bytes_.type.count
-    words = builder.bitcast(bytes_, vector(I32, count // 4))
-    if right:
-        shift = builder.lshr if right > 0 else builder.shl
-        words = shift(words, constant(I32, count // 4, abs(right)))
-    return builder.and_(builder.bitcast(words, bytes_.type), constant(I8, count, mask))
+def load_word(
+    emitter: Emitter, isa: Isa, layout: QuantLayout, records: ActivationLayout, group: Value, word: int
+) -> Value:
+    """Word `word` of the group record at `group`, of all rows, for products with such activations."""
+    builder, vector_bytes = emitter.builder, 4 * isa.lanes
+    start = layout.codes_offset(isa.lanes)
+
+    def load_plane(plane: int) -> Value:
+        return emitter.load(vector(I8, vector_bytes), group, start + plane * vector_bytes)
+
+    if not records.is_wide:
+        return load_quad(emitter, layout, load_plane, word)
+    quad, is_odd = load_quad(emitter, layout, load_plane, word // 2), word % 2 == 1
+    pairs = builder.bitcast(quad, vector(I16, vector_bytes // 2))
+    if is_odd:
+        pairs = builder.lshr(pairs, constant(I16, vector_bytes // 2, 8))
+    else:
+        pairs = builder.and_(pairs, constant(I16, vector_bytes // 2, 0xFF))
+    return builder.bitcast(pairs, quad.type)
 
 
 class Factors:
@@ -128,12 +112,18 @@ class Factors:
         offsets = [0, 2 * self._isa.lanes] if self._layout.has_bias else [0]
         return [self._half(superblock, offset) for offset in offsets]
 
-    def scales(self, header: list[Value], group: Value) -> list[Value]:
-        """One scale, or two for the low and the high half of the group."""
+    def scale(self, header: list[Value], group: Value) -> Value:
+        """Of the group; where its halves have factors, the scale before them."""
         if not self._layout.factored:
-            return [self._plain(group, 0)]
-        offsets = [index * self._isa.lanes for index in range(self._layout.scales)]
-        return [self._emitter.builder.fmul(header[0], self._small(group, offset)) for offset in offsets]
+            return self._plain(group, 0)
+        if self._layout.scales > 1:
+            return header[0]
+        return self._emitter.builder.fmul(header[0], self._to_float(self._small(group, 0)))
+
+    def halves(self, group: Value) -> list[Value]:
+        """The integer factors of a group's halves, int32; empty if the format has none."""
+        count = self._layout.scales
+        return [self._small(group, half * self._isa.lanes) for half in range(count)] if count > 1 else []
 
     def bias(self, header: list[Value], group: Value) -> Value | None:
         if not self._layout.has_bias:
@@ -141,7 +131,7 @@ class Factors:
         offset = self._layout.bias_offset(self._isa.lanes)
         if not self._layout.factored:
             return self._plain(group, offset)
-        return self._emitter.builder.fmul(header[1], self._small(group, offset))
+        return self._emitter.builder.fmul(header[1], self._to_float(self._small(group, offset)))
 
     def _plain(self, record: Value, offset: int) -> Value:
         layout = self._layout
@@ -161,14 +151,42 @@ class Factors:
         return half_to_float(self._emitter, self._isa, half)
 
     def _small(self, record: Value, offset: int) -> Value:
-        builder = self._emitter.builder
+        """int8 factors as int32."""
         small = self._emitter.load(vector(I8, self._count), self._at(record, 1), offset)
-        return builder.sitofp(builder.sext(small, vector(I32, self._count)), vector(F32, self._count))
+        return self._emitter.builder.sext(small, vector(I32, self._count))
+
+    def _to_float(self, small: Value) -> Value:
+        return self._emitter.builder.sitofp(small, vector(F32, self._count))
 
     def _at(self, record: Value, size: int) -> Value:
         if self._lane is None:
             return record
         return self._emitter.offset(record, self._emitter.times(self._lane, size))
+
+
+NUM_FACTOR_PAIRS = 3
+ZEROS = 2
+
+
+def factor_pairs(emitter: Emitter, layout: QuantLayout, factors: list[Value]) -> list[Value]:
+    """Int32 factors of a group's halves -> int16 pairs: each twice, and as ZEROS zero times each."""
+    builder, lanes = emitter.builder, factors[0].type.count
+
+    def pair(low: Value, high: Value) -> Value:
+        upper = builder.shl(high, constant(I32, lanes, 16))
+        return builder.or_(builder.and_(low, constant(I32, lanes, 0xFFFF)), upper)
+
+    low, high = factors
+    zeros = [builder.mul(factor, constant(I32, lanes, layout.zero)) for factor in factors]
+    return [pair(low, low), pair(high, high), pair(*zeros)]
+
+
+def half_factors(emitter: Emitter, layout: QuantLayout, by_block: list[list[Value]]) -> HalfFactors | None:
+    """The int32 factors of the halves of some row blocks' groups, as `Isa.dot` takes them; None without."""
+    if layout.scales == 1:
+        return None
+    pairs = [factor_pairs(emitter, layout, factors) for factors in by_block]
+    return HalfFactors(lambda block, half: pairs[block][half], lambda block: pairs[block][ZEROS])
 
 
 def for_each_group(
@@ -238,11 +256,15 @@ def emit_tile(
     def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
         for record in at:
             emitter.prefetch(emitter.offset(record, ahead), layout.group_bytes(isa.lanes))
-        codes = [GroupCodes(emitter, isa, layout, records, record) for record in at]
-        scales = [factors.scales(header, record) for header, record in zip(headers, at, strict=True)]
+        scales = [factors.scale(header, record) for header, record in zip(headers, at, strict=True)]
         biases = [factors.bias(header, record) for header, record in zip(headers, at, strict=True)]
         weights = GroupWeights(
-            TILE_BLOCKS, lambda block, word: codes[block].word(word), scales.__getitem__, biases.__getitem__
+            TILE_BLOCKS,
+            lambda block, word: load_word(emitter, isa, layout, records, at[block], word),
+            scales.__getitem__,
+            biases.__getitem__,
+            half_factors(emitter, layout, [factors.halves(record) for record in at]),
+            layout.zero,
         )
         position = emitter.times(index, records.record_bytes)
         product = GroupProduct(emitter, isa, layout, records, weights)
@@ -262,14 +284,15 @@ def emit_tile(
 class GroupWeights:
     """One group of inputs of some row blocks, unpacked.
 
-    `load(block, word)` are codes as `Isa.dot` takes them. A row block has one scale, or one for the low and
-    one for the high half of the group, and a bias or None.
+    `load(block, word)` are codes as `Isa.dot` takes them. A row block has one scale, and a bias or None.
     """
 
     blocks: int
     load: Callable[[int, int], Value]
-    scales: Callable[[int], list[Value]]
+    scale: Callable[[int], Value]
     bias: Callable[[int], Value | None]
+    halves: HalfFactors | None
+    zero: int  # what to take from every code
 
 
 @dataclass(frozen=True)
@@ -284,65 +307,48 @@ class GroupProduct:
 
     def add_to(self, sums: list[list[Value]], tokens: list[Value]) -> list[list[Value]]:
         """`sums[token][block]` with the group added; `tokens` are the addresses of its activation records."""
-        dots = self._dots(tokens)
+        dots = self.isa.dot(self.emitter, self._operands(tokens))
         results = []
-        for token, (row, record) in enumerate(zip(sums, tokens, strict=True)):
+        for row, dot, record in zip(sums, dots, tokens, strict=True):
             scale = self._load_splat(F32, record, SCALE_OFFSET)
             results.append(
                 [
-                    self._accumulate([dot[token][block] for dot in dots], block, scale, record, sum_)
-                    for block, sum_ in enumerate(row)
+                    self._accumulate(exact, block, scale, record, sum_)
+                    for block, (exact, sum_) in enumerate(zip(dot, row, strict=True))
                 ]
             )
         return results
 
-    def _accumulate(self, dots: list[Value], block: int, scale: Value, record: Value, sum_: Value) -> Value:
+    def _accumulate(self, dot: Value, block: int, scale: Value, record: Value, sum_: Value) -> Value:
         emitter, builder = self.emitter, self.emitter.builder
-        scales, bias = self.weights.scales(block), self.weights.bias(block)
-        exact = [builder.sitofp(dot, vector(F32, self.isa.lanes)) for dot in dots]
-        if len(exact) == 1:
-            sum_ = emitter.fma(exact[0], builder.fmul(scales[0], scale), sum_)
-        else:
-            both = emitter.fma(exact[1], scales[1], builder.fmul(exact[0], scales[0]))
-            sum_ = emitter.fma(both, scale, sum_)
+        exact = builder.sitofp(dot, vector(F32, self.isa.lanes))
+        sum_ = emitter.fma(exact, builder.fmul(self.weights.scale(block), scale), sum_)
+        bias = self.weights.bias(block)
         if bias is not None:
             sum_ = emitter.fma(bias, self._load_splat(F32, record, SCALED_SUM_OFFSET), sum_)
         return self._pin(sum_)
 
-    def _dots(self, tokens: list[Value]) -> list[Dots]:
-        """The exact dot products: one for the group, or one for each half if each half has a scale."""
-        words = self.records.words
-        if self.layout.scales == 1:
-            return [self._dot(0, words, tokens)]
-        return [self._dot(0, words // 2, tokens), self._dot(words // 2, words, tokens)]
-
-    def _dot(self, first: int, last: int, tokens: list[Value]) -> Dots:
-        operands = Operands(
+    def _operands(self, tokens: list[Value]) -> Operands:
+        return Operands(
             self.weights.load,
             blocks=self.weights.blocks,
-            words=[word for word in self._words_by_plane() if first <= word < last],
+            words=self._words_by_plane(),
             activations=[self.emitter.offset(record, ACTIVATION_CODES_OFFSET) for record in tokens],
-            minus_sum=lambda token: self._minus_sum(tokens[token], first, last),
+            minus_sum=lambda token: self._load_splat(I32, tokens[token], MINUS_SUM_OFFSET),
+            half_sums=lambda token: self._load_splat(I32, tokens[token], HALF_SUMS_OFFSET),
             bits=self.layout.bits,
-            zero=self.layout.zero,
+            zero=self.weights.zero,
+            halves=self.weights.halves,
             is_wide=self.records.is_wide,
             pin=self._pin,
         )
-        return self.isa.dot(self.emitter, operands)
 
     def _words_by_plane(self) -> list[int]:
-        """All words, those next to each other that are unpacked from the same plane."""
-        quads = [quad + high for quad in range(QUADS // 2) for high in (0, QUADS // 2)]
+        """All words. Of 4 bits, those that are unpacked from the same plane come one after the other."""
+        quads = list(range(QUADS))
+        if self.layout.bits == 4:
+            quads = [plane + quad for plane in range(4) for quad in (0, 4)]
         return [2 * quad + odd for quad in quads for odd in (0, 1)] if self.records.is_wide else quads
-
-    def _minus_sum(self, record: Value, first: int, last: int) -> Value:
-        """Minus the sum of the activation codes in words [first, last): the whole group or a half."""
-        if last < self.records.words:
-            return self._load_splat(I32, record, MINUS_LOW_SUM_OFFSET)
-        total = self._load_splat(I32, record, MINUS_SUM_OFFSET)
-        if first == 0:
-            return total
-        return self.emitter.builder.sub(total, self._load_splat(I32, record, MINUS_LOW_SUM_OFFSET))
 
     def _load_splat(self, element: Value, record: Value, offset: int) -> Value:
         return self.emitter.load_splat(element, self.isa.lanes, record, offset)
@@ -360,13 +366,11 @@ def emit_row(
     plane_bytes = 4 * isa.lanes
     floats, ints = vector(F32, 4), vector(I32, 4)
 
-    def group(
-        at: list[Value], headers: list[list[Value]], index: Value, carried: list[Value]
-    ) -> list[Value]:
+    def group(at: list[Value], headers: list[list[Value]], index: Value, carried: list[Value]) -> list[Value]:
         [record], [header] = at, headers
         row = emitter.offset(record, emitter.times(lane, 4), layout.codes_offset(isa.lanes))
-        planes = [emitter.load(vector(I8, 4), row, plane * plane_bytes) for plane in range(layout.planes)]
-        scales = [emitter.shuffle(scale, [0] * 4) for scale in factors.scales(header, record)]
+        planes = [emitter.load(vector(I8, 4), row, plane * plane_bytes) for plane in range(layout.bits)]
+        scales = [emitter.shuffle(scale, [0] * 4) for scale in _half_scales(emitter, factors, header, record)]
         bias = factors.bias(header, record)
         target = emitter.offset(out, emitter.times(index, 4 * GROUP))
         for quad in range(QUADS):
@@ -379,6 +383,13 @@ def emit_row(
         return []
 
     for_each_group(emitter, isa, layout, factors, [weights], groups, [], group)
+
+
+def _half_scales(emitter: Emitter, factors: Factors, header: list[Value], record: Value) -> list[Value]:
+    """A group's scale, or those of its halves."""
+    builder, scale = emitter.builder, factors.scale(header, record)
+    halves = factors.halves(record)
+    return [builder.fmul(scale, builder.sitofp(half, scale.type)) for half in halves] or [scale]
 
 
 def emit_quantize(
@@ -416,7 +427,10 @@ def emit_quantize(
         emitter.store(scale, record, SCALE_OFFSET)
         emitter.store(builder.fmul(scale, builder.sitofp(total, F32)), record, SCALED_SUM_OFFSET)
         emitter.store(builder.neg(total), record, MINUS_SUM_OFFSET)
-        emitter.store(builder.neg(low_sum), record, MINUS_LOW_SUM_OFFSET)
+        emitter.store(builder.neg(low_sum), record, HALF_SUMS_OFFSET)
+        if not layout.is_wide:
+            minus_high_sum = builder.trunc(builder.neg(high_sum), I16)
+            emitter.store(minus_high_sum, record, HALF_SUMS_OFFSET + I16.width // 8)
         return []
 
     emitter.loop(groups, [], group)

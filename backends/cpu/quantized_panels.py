@@ -6,32 +6,41 @@ a few tokens run over it. Sums go on from chunk to chunk in `out`: they are the 
 
 Scratch, for each group of 32 inputs, for each row block:
 
-    scales   float32[lanes], one or one per half group
+    scale    float32[lanes]
     bias     float32[lanes], only with a bias
+    halves   the three vectors of `isa.HalfFactors`, where halves have factors
     words    words of codes, 4 * lanes bytes each
+
+With wide activations factors of halves are no part of it, but multiplied into the words (code - zero).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mvllm.backends.cpu.isa import Isa
+from mvllm.backends.cpu.isa import HalfFactors, Isa
 from mvllm.backends.cpu.layout import GROUP, ActivationLayout, QuantLayout
 from mvllm.backends.cpu.panel import Form, PanelShape, emit_prefetch_lines, emit_start_sums, emit_store_sums
 from mvllm.backends.cpu.quantized_kernels import (
+    NUM_FACTOR_PAIRS,
     TILE_BLOCKS,
+    ZEROS,
     Factors,
-    GroupCodes,
     GroupProduct,
     GroupWeights,
+    factor_pairs,
     for_each_group,
+    load_word,
 )
 from mvllm.backends.cpu.vector import (
     F32,
     I8,
+    I16,
+    I32,
     I64,
     Emitter,
     Value,
+    constant,
     vector,
 )
 
@@ -45,19 +54,32 @@ any format."""
 
 @dataclass(frozen=True)
 class Scratch:
-    """Offsets, in bytes, within the unpacked form of a group of one row block."""
+    """Numbers of the vectors in the unpacked form of a group of one row block."""
 
     lanes: int
     layout: QuantLayout
     records: ActivationLayout
 
     @property
-    def words_offset(self) -> int:
-        return 4 * self.lanes * (self.layout.scales + self.layout.has_bias)
+    def has_halves(self) -> bool:
+        """Factors of halves are apart from the words."""
+        return self.layout.scales > 1 and not self.records.is_wide
+
+    @property
+    def halves(self) -> int:
+        return 1 + self.layout.has_bias
+
+    @property
+    def words(self) -> int:
+        return self.halves + NUM_FACTOR_PAIRS * self.has_halves
+
+    @property
+    def vector_bytes(self) -> int:
+        return 4 * self.lanes
 
     @property
     def block_bytes(self) -> int:
-        return self.words_offset + 4 * self.lanes * self.records.words
+        return self.vector_bytes * (self.words + self.records.words)
 
 
 def emit_unpack(
@@ -81,14 +103,17 @@ def emit_unpack(
             at: list[Value], headers: list[list[Value]], index: Value, carried: list[Value]
         ) -> list[Value]:
             [record], [header] = at, headers
-            codes = GroupCodes(emitter, isa, layout, records, record)
-            values = factors.scales(header, record)
-            bias = factors.bias(header, record)
+            values, bias = [factors.scale(header, record)], factors.bias(header, record)
             values += [] if bias is None else [bias]
-            values += [codes.word(word) for word in range(records.words)]
+            halves = factors.halves(record)
+            words = [load_word(emitter, isa, layout, records, record, n) for n in range(records.words)]
+            if unpacked.has_halves:
+                values += factor_pairs(emitter, layout, halves)
+            elif halves:
+                words = _times_factors(emitter, layout, words, halves)
             to = emitter.offset(target, emitter.times(index, blocks * unpacked.block_bytes))
-            for position, value in enumerate(values):
-                emitter.store(value, to, position * 4 * isa.lanes)
+            for position, value in enumerate(values + words):
+                emitter.store(value, to, position * unpacked.vector_bytes)
             return []
 
         start = emitter.offset(weights, emitter.times(number, block_stride))
@@ -96,6 +121,20 @@ def emit_unpack(
         return []
 
     emitter.loop(I64(blocks), [], block)
+
+
+def _times_factors(
+    emitter: Emitter, layout: QuantLayout, words: list[Value], factors: list[Value]
+) -> list[Value]:
+    """Wide words of codes -> of (code - zero) times the factor of their half, int16."""
+    builder, results = emitter.builder, []
+    pairs = [vector(I16, words[0].type.count // 2)] * len(words)
+    by_half = [builder.bitcast(pair, pairs[0]) for pair in factor_pairs(emitter, layout, factors)[:2]]
+    for number, (word, type_) in enumerate(zip(words, pairs, strict=True)):
+        centred = builder.sub(builder.bitcast(word, type_), constant(I16, type_.count, layout.zero))
+        product = builder.mul(centred, by_half[2 * number // len(words)])
+        results.append(builder.bitcast(product, word.type))
+    return results
 
 
 def emit_panel_tile(
@@ -120,8 +159,7 @@ def emit_panel_tile(
     Meanwhile asks for `lines` cache lines per group and row block of the chunk at `following`.
     """
     unpacked, blocks = Scratch(isa.lanes, layout, records), PANEL_SHAPE.blocks
-    floats, codes = vector(F32, isa.lanes), vector(I8, 4 * isa.lanes)
-    row_bytes = 4 * isa.lanes
+    floats, ints, codes = vector(F32, isa.lanes), vector(I32, isa.lanes), vector(I8, 4 * isa.lanes)
     acts = [emitter.offset(activations, emitter.times(activation_stride, I64(t))) for t in range(tokens)]
     outs = [emitter.offset(out, emitter.times(out_stride, I64(t))) for t in range(tokens)]
 
@@ -129,15 +167,21 @@ def emit_panel_tile(
         emit_prefetch_lines(emitter, index, blocks, following, block_stride, lines)
         at = emitter.offset(scratch, emitter.times(index, blocks * unpacked.block_bytes))
 
-        def load(type_: Value, block: int, vector_number: int, offset: int = 0) -> Value:
-            return emitter.load(type_, at, block * unpacked.block_bytes + offset + vector_number * row_bytes)
+        def load(type_: Value, block: int, number: int) -> Value:
+            return emitter.load(type_, at, block * unpacked.block_bytes + number * unpacked.vector_bytes)
 
         # Loaded where they are used: there are not enough registers to hold them.
+        halves = HalfFactors(
+            lambda block, half: load(ints, block, unpacked.halves + half),
+            lambda block: load(ints, block, unpacked.halves + ZEROS),
+        )
         weights = GroupWeights(
             blocks,
-            lambda block, word: load(codes, block, word, unpacked.words_offset),
-            lambda block: [load(floats, block, scale) for scale in range(layout.scales)],
-            lambda block: load(floats, block, layout.scales) if layout.has_bias else None,
+            lambda block, word: load(codes, block, unpacked.words + word),
+            lambda block: load(floats, block, 0),
+            lambda block: load(floats, block, 1) if layout.has_bias else None,
+            halves if unpacked.has_halves else None,
+            0 if layout.scales > 1 and records.is_wide else layout.zero,
         )
         position = emitter.times(index, records.record_bytes)
         product = GroupProduct(emitter, isa, layout, records, weights)
