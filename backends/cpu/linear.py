@@ -86,7 +86,7 @@ def quantize_row(x, records, inputs, is_wide):  # type: ignore[no-untyped-def]
 
 def default_panels_from(format_name: str) -> int:
     """Tokens from which on a product is computed by panels, where nothing is measured."""
-    return 2 if format_name in DENSE else 4
+    return 2 if format_name in DENSE else 12
 
 
 @functools.cache

@@ -117,7 +117,7 @@ def test_a_spoilt_file_is_measured_anew_and_replaced(
     assert type(value) is int and 2 <= value <= NEVER
     thresholds.save()
     if value == 3:
-        assert json.loads(path.read_bytes())["panels_from"] == {"Q4_0 narrow 512x256": 3}
+        assert json.loads(path.read_bytes())["panels_from"]["Q4_0 narrow 512x256"] == 3
 
 
 def test_a_file_too_large_to_be_ours_is_not_read(tmp_path: Path) -> None:
