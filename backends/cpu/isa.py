@@ -39,12 +39,12 @@ class HalfFactors:
 class Operands:
     """Codes of some row blocks and tokens over consecutive inputs of one group, for `Isa.dot`.
 
-    Inputs come in words of 32 bits per row and token: four codes of 8 bits, or, wide, two of 16 bits. `words` are
-    the numbers of those to take, in the order in which that is best done. `load(block, word)` is a vector of
-    unsigned codes below 2**bits, or, wide, of signed ones, with row r in its bytes 4r to 4r+3. `activations`
-    holds each token's address of signed codes; `minus_sum(token)` is int32[lanes], minus the sum of these codes
-    in every lane, `half_sums(token)` the same of the two halves, int16 pairs, or if wide of the first half
-    alone. `pin` fixes a value's place in the schedule.
+    Inputs come in words of 32 bits per row and token: four codes of 8 bits, or, wide, two of 16 bits.
+    `words` are the numbers of those to take, in the order in which that is best done. `load(block, word)` is
+    a vector of unsigned codes below 2**bits, or, wide, of signed ones, with row r in its bytes 4r to 4r+3.
+    `activations` holds each token's address of signed codes; `minus_sum(token)` is int32[lanes], minus the
+    sum of these codes in every lane, `half_sums(token)` the same of the two halves, int16 pairs, or if wide
+    of the first half alone. `pin` fixes a value's place in the schedule.
     """
 
     load: Callable[[int, int], Value]

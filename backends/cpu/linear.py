@@ -164,7 +164,7 @@ def _make_matmul(
         panels_from = max(2, load_field(descriptor, PANELS_FROM))
         by_panels = tokens >= panels_from and last_block - first_block >= panel_blocks
         scratch = stack_memory(scratch_bytes)
-        if row_blocks > 1 and tokens == 1:
+        if tokens == 1:
             while first_block + row_blocks <= last_block:
                 multiply_rows(
                     format_name,

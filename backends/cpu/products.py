@@ -26,35 +26,35 @@ def _emit_tile(
     isa_name: str,
     activation_name: str,
     tokens: Value,
-    *addresses_and_sizes: Value,
+    weights: Value,
+    block_stride: Value,
+    activations: Value,
+    activation_stride: Value,
+    out: Value,
+    out_block_stride: Value,
+    out_stride: Value,
+    steps: Value,
 ) -> None:
     isa, records = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name]
+    form = form_of(format_name, isa, records)
+    source, target = (activations, activation_stride, out), (out_stride, steps)
 
-    def emit(count: int) -> None:
-        if format_name in DENSE:
-            weights, block_stride, activations, activation_stride, out, _, out_stride, steps = (
-                addresses_and_sizes
-            )
-            dense_kernels.emit_dense_tile(
-                emitter,
-                isa,
-                DENSE[format_name],
-                1,
-                count,
-                weights,
-                block_stride,
-                activations,
-                activation_stride,
-                out,
-                out_stride,
-                steps,
-            )
-        else:
-            quantized_kernels.emit_tile(
-                emitter, isa, QUANTIZED[format_name], records, count, *addresses_and_sizes
-            )
+    def emit_dense(count: int) -> None:
+        layout = DENSE[format_name]
+        dense_kernels.emit_dense_tile(
+            emitter, isa, layout, form.tile_blocks, count, weights, block_stride, *source, *target
+        )
 
-    emit_for_count(emitter, tokens, form_of(format_name, isa, records).tile_tokens, emit)
+    def emit_quantized(count: int) -> None:
+        layout, size = QUANTIZED[format_name], (form.tile_blocks, count)
+        quantized_kernels.emit_tile(
+            emitter, isa, layout, records, *size, weights, block_stride, *source, out_block_stride, *target
+        )
+
+    if format_name in DENSE:
+        emit_for_count(emitter, tokens, form.tile_tokens, emit_dense)
+    else:
+        emit_for_count(emitter, tokens, form.tile_tokens, emit_quantized, smallest=2)
 
 
 def _emit_rows(
@@ -68,13 +68,14 @@ def _emit_rows(
     out: Value,
     steps: Value,
 ) -> None:
-    isa, none = ISAS[isa_name], I64(0)
-    if format_name in QUANTIZED:
-        return  # one row block at a time is the fastest: a tile of one token
-    layout, blocks = DENSE[format_name], dense_kernels.ROW_BLOCKS
-    dense_kernels.emit_dense_tile(
-        emitter, isa, layout, blocks, 1, weights, block_stride, activations, none, out, none, steps
-    )
+    isa, records, none = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name], I64(0)
+    size = (form_of(format_name, isa, records).row_blocks, 1)
+    source = (weights, block_stride, activations, none)
+    if format_name in DENSE:
+        dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], *size, *source, out, none, steps)
+    else:
+        layout = QUANTIZED[format_name]
+        quantized_kernels.emit_tile(emitter, isa, layout, records, *size, *source, out, none, none, steps)
 
 
 def _emit_unpack(
@@ -108,11 +109,11 @@ def _emit_panel_tile(
 
 
 multiply_tile = emitted(_emit_tile, 9, num_names=3)
-"""`tile_blocks` row blocks times up to `tile_tokens` tokens, as (names, tokens, weights, block_stride,
-activations, activation_stride, out, out_block_stride, out_stride, steps)."""
+"""`tile_blocks` row blocks times up to `tile_tokens` tokens, of quantized weights 2 at least, as (names,
+tokens, weights, block_stride, activations, activation_stride, out, out_block_stride, out_stride, steps)."""
 
 multiply_rows = emitted(_emit_rows, 5, num_names=3)
-"""`row_blocks` row blocks, if more than one, times one token, as (names, weights, block_stride, activations,
+"""`row_blocks` row blocks times one token, as (names, weights, block_stride, activations,
 out, steps)."""
 
 unpack_panel = emitted(_emit_unpack, 4, num_names=3)

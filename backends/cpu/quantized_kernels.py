@@ -48,9 +48,11 @@ from mvllm.backends.cpu.vector import (
 )
 
 TILE_BLOCKS = 2
-"""Row blocks of a tile: they share the broadcasts of activations. With three, registers don't suffice."""
+"""Row blocks of a tile: they share the broadcasts of activations. With three, registers don't suffice; for
+one token one is better, as memory is read in one stream."""
 
-_FARTHEST_PREFETCH = 128 * 1024  # bytes, a part of the second-level cache
+_PREFETCH = 2560  # bytes ahead, where a tile's weights follow one another
+_FARTHEST_PREFETCH = 128 * 1024  # a part of the second-level cache
 _SMALLEST_MAXIMUM = 2.0**-110  # below it code / maximum could overflow; such a group counts as zeros
 
 
@@ -233,6 +235,7 @@ def emit_tile(
     isa: Isa,
     layout: QuantLayout,
     records: ActivationLayout,
+    blocks: int,
     tokens: int,
     weights: Value,
     block_stride: Value,
@@ -243,15 +246,12 @@ def emit_tile(
     out_stride: Value,
     groups: Value,
 ) -> None:
-    """out[token, block, lane] of TILE_BLOCKS row blocks and `tokens` tokens; strides in bytes, `groups` of 32
+    """out[token, block, lane] of `blocks` row blocks and `tokens` tokens; strides in bytes, `groups` of 32
     inputs. With block strides of 0 it is one row block, computed more than once."""
-    builder, factors = emitter.builder, Factors(emitter, isa, layout, lane=None)
-    blocks = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(TILE_BLOCKS)]
+    factors = Factors(emitter, isa, layout, lane=None)
+    starts = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(blocks)]
     acts = [emitter.offset(activations, emitter.times(activation_stride, t)) for t in range(tokens)]
-    # What the next tile reads, as far as that stays in the second-level cache.
-    next_tile = emitter.times(block_stride, TILE_BLOCKS)
-    is_near = builder.icmp_signed("<", next_tile, I64(_FARTHEST_PREFETCH))
-    ahead = builder.select(is_near, next_tile, I64(_FARTHEST_PREFETCH))
+    ahead = I64(_PREFETCH) if blocks == 1 else _next_tile(emitter, emitter.times(block_stride, blocks))
 
     def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
         for record in at:
@@ -259,7 +259,7 @@ def emit_tile(
         scales = [factors.scale(header, record) for header, record in zip(headers, at, strict=True)]
         biases = [factors.bias(header, record) for header, record in zip(headers, at, strict=True)]
         weights = GroupWeights(
-            TILE_BLOCKS,
+            blocks,
             lambda block, word: load_word(emitter, isa, layout, records, at[block], word),
             scales.__getitem__,
             biases.__getitem__,
@@ -268,16 +268,23 @@ def emit_tile(
         )
         position = emitter.times(index, records.record_bytes)
         product = GroupProduct(emitter, isa, layout, records, weights)
-        by_token = [sums[t * TILE_BLOCKS : (t + 1) * TILE_BLOCKS] for t in range(tokens)]
+        by_token = [sums[t * blocks : (t + 1) * blocks] for t in range(tokens)]
         rows = product.add_to(by_token, [emitter.offset(act, position) for act in acts])
         return [sum_ for row in rows for sum_ in row]
 
-    zeros = [constant(F32, isa.lanes, 0.0)] * (tokens * TILE_BLOCKS)
-    sums = for_each_group(emitter, isa, layout, factors, blocks, groups, zeros, group)
+    zeros = [constant(F32, isa.lanes, 0.0)] * (tokens * blocks)
+    sums = for_each_group(emitter, isa, layout, factors, starts, groups, zeros, group)
     for index, sum_ in enumerate(sums):
-        token, block = divmod(index, TILE_BLOCKS)
+        token, block = divmod(index, blocks)
         at = (emitter.times(out_stride, token), emitter.times(out_block_stride, block))
         emitter.store(sum_, emitter.offset(out, *at))
+
+
+def _next_tile(emitter: Emitter, distance: Value) -> Value:
+    """How far behind this tile's weights to prefetch those of the next, as far as the second-level cache has
+    room for both."""
+    is_near = emitter.builder.icmp_signed("<", distance, I64(_FARTHEST_PREFETCH))
+    return emitter.builder.select(is_near, distance, I64(_FARTHEST_PREFETCH))
 
 
 @dataclass(frozen=True)
