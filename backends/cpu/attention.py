@@ -18,15 +18,15 @@ import numpy as np
 
 from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.attention_kernels import (
+    AHEAD,
     LOWEST,
     MAX_WIDTH,
     MAXIMUM,
-    RUN_ENTRY,
     SCORES_BYTES,
     SPAN,
     SUM,
-    TILE_ENTRY,
     TILES_AT_ONCE,
+    UNIT_BYTES,
     VALUES,
     call_add_values,
     call_score,
@@ -52,8 +52,8 @@ _END = 1 << 62  # beyond every position
 _DONE = SPLIT.fields["done"][1]  # type: ignore[index]
 
 # A thread's scratch: an ATTENTION_WORK record, then what it points to.
-_TILES_BYTES = round_up((SPAN // TILE + TILES_AT_ONCE) * TILE_ENTRY)
-_RUNS_BYTES = round_up(SPAN * RUN_ENTRY)
+_UNITS_BYTES = round_up((SPAN // TILE + TILES_AT_ONCE + SPAN + AHEAD) * UNIT_BYTES)
+_RUNS_BYTES = round_up((SPAN + AHEAD) * UNIT_BYTES)
 _WORK_BYTES = round_up(ATTENTION_WORK.itemsize)
 
 attention_at, item_at, split_at = record_at(ATTENTION), record_at(ITEM), record_at(SPLIT)
@@ -63,7 +63,7 @@ _work_at = record_at(ATTENTION_WORK)
 def scratch_bytes(head_dim: int) -> int:
     """Scratch that one thread needs; a multiple of a cache line."""
     ranges = 16 * MAX_ROWS
-    fixed = _WORK_BYTES + ranges + _TILES_BYTES + _RUNS_BYTES + MAX_ROWS * SCORES_BYTES
+    fixed = _WORK_BYTES + ranges + _UNITS_BYTES + _RUNS_BYTES + MAX_ROWS * SCORES_BYTES
     keys_and_queries = 4 * (TILE + MAX_ROWS) * head_dim
     return round_up(fixed + keys_and_queries) + 2 * MAX_ROWS * state_bytes(head_dim)
 
@@ -107,8 +107,8 @@ def _set_up_work(
     w.rows, w.state_bytes = item.count, VALUES + 4 * a.padded_dim
     w.begins = scratch
     w.ends = w.begins + 8 * MAX_ROWS
-    w.tiles = w.ends + 8 * MAX_ROWS
-    w.runs = w.tiles + _TILES_BYTES
+    w.units = w.ends + 8 * MAX_ROWS
+    w.runs = w.units + _UNITS_BYTES
     w.scores = w.runs + _RUNS_BYTES
     w.keys = w.scores + MAX_ROWS * SCORES_BYTES
     w.queries = w.keys + 4 * TILE * a.head_dim
@@ -166,25 +166,52 @@ def _assemble_tile(work_address: Any, first: Any, last: Any) -> Any:
                 i32_at(w.keys)[i * TILE + lane] = i32_at(source)[i * a.tile]
 
 
-@kernel("int64(int64, int64, int64)")
-def _list_tiles(work_address: Any, first: Any, last: Any) -> Any:
-    """Write the table of the tiles of [first, last); returns their number. While a tile's keys are in use,
-    its values are fetched."""
+@kernel("int64(int64, int64)")
+def _tile(work_address: Any, position: Any) -> Any:
+    """Address of the keys of the tile that starts at a position; at or beyond the last one, of the last."""
     w = _work_at(work_address)
     a = attention_at(w.attention)
-    entry, count = i64_at(w.tiles), (last - first + TILE - 1) // TILE
-    number, offset = first // a.block_size, first % a.block_size
-    for tile in range(count):
-        block = _block(work_address, number)
-        entry[2 * tile] = block + offset * a.head_dim * w.value_bytes
-        entry[2 * tile + 1] = block + a.value_offset + offset * a.padded_dim * w.value_bytes
-        offset += TILE
-        if offset == a.block_size:
-            number, offset = number + 1, 0
+    position = min(position, (w.last - 1) // TILE * TILE)
+    block = _block(work_address, position // a.block_size)
+    return block + position % a.block_size // TILE * TILE * a.head_dim * w.value_bytes
+
+
+@kernel("int64(int64, int64, int64)")
+def _list_tiles(work_address: Any, first: Any, last: Any) -> Any:
+    """Write the tiles of [first, last) into the table of units; returns their number."""
+    w = _work_at(work_address)
+    entry, count = i64_at(w.units), 0
+    for position in range(first, last, TILE):
+        entry[2 * count] = _tile(work_address, position)
+        count += 1
     while count % TILES_AT_ONCE != 0:
-        entry[2 * count], entry[2 * count + 1] = entry[2 * count - 2], entry[2 * count - 1]
+        entry[2 * count] = entry[2 * count - 2]
         count += 1
     return count
+
+
+@kernel("int64(int64, int64, int64, int64)")
+def _list_runs(work_address: Any, runs: Any, first: Any, last: Any) -> Any:
+    """Write the table of the runs of [first, last), of at most TILE positions each; returns their number."""
+    w = _work_at(work_address)
+    a = attention_at(w.attention)
+    entry, count, position = i64_at(runs), 0, first
+    while position < last:
+        offset = position % a.block_size
+        values = _block(work_address, position // a.block_size) + a.value_offset
+        length = min(TILE - offset % TILE, a.block_size - offset, last - position)
+        entry[2 * count] = values + offset * a.padded_dim * w.value_bytes
+        entry[2 * count + 1] = length
+        count += 1
+        position += length
+    return count
+
+
+@kernel("void(int64, int64, int64, int64)")
+def _list_ahead(work_address: Any, units: Any, count: Any, position: Any) -> Any:
+    """Let a table of `count` units go on with the tiles from `position` on, which are prefetched."""
+    for i in range(AHEAD):
+        i64_at(units)[2 * (count + i)] = _tile(work_address, position + i * TILE)
 
 
 @kernel("void(int64, int64, int64)")
@@ -192,115 +219,114 @@ def _score_rows(work_address: Any, tiles: Any, target: Any) -> Any:
     """Scores of all query rows at the listed tiles; `target` is where the first row's go."""
     w = _work_at(work_address)
     a = attention_at(w.attention)
-    for row in range(0, w.rows, MAX_WIDTH):
-        width = min(MAX_WIDTH, w.rows - row)
-        queries, scores = w.queries + 4 * row * a.head_dim, target + row * SCORES_BYTES
-        call_score(a.score, width, w.tiles, tiles, queries, a.head_dim // 2, scores)
+    call_score(a.score, w.rows, w.units, tiles, w.queries, a.head_dim // 2, target)
 
 
 @kernel("void(int64, int64, int64)")
-def _score_span(work_address: Any, first: Any, last: Any) -> Any:
-    """Scores at the positions [first, last) of a span, `first` a multiple of TILE."""
+def _score_assembled(work_address: Any, first: Any, last: Any) -> Any:
+    """Scores at the positions [first, last) of a span, put together tile by tile."""
     w = _work_at(work_address)
-    scores = w.scores + 4 * (first % SPAN)
-    if attention_at(w.attention).tile == TILE:
-        _score_rows(work_address, _list_tiles(work_address, first, last), scores)
-        return
-    for i in range(2 * TILES_AT_ONCE):
-        i64_at(w.tiles)[i] = w.keys
+    for i in range(TILES_AT_ONCE + AHEAD):
+        i64_at(w.units)[2 * i] = w.keys
     for position in range(first, last, TILE):
         _assemble_tile(work_address, position, last)
-        _score_rows(work_address, TILES_AT_ONCE, scores + 4 * (position - first))
+        _score_rows(work_address, TILES_AT_ONCE, w.scores + 4 * (position % SPAN))
 
 
-@kernel("int64(int64, int64, int64)")
-def _list_runs(work_address: Any, first: Any, last: Any) -> Any:
-    """Write the table of the runs of [first, last), one per block; returns their number. While a run's values
-    are in use, the keys a span further are fetched."""
+@kernel("UniTuple(int64, 2)(int64, int64, int64, int64, int64)")
+def _shared(work_address: Any, first_row: Any, last_row: Any, start: Any, stop: Any) -> Any:
+    """The positions within [start, stop) that all of the query rows attend to: [begin, end), begin <= end."""
+    w = _work_at(work_address)
+    begins, ends = i64_at(w.begins), i64_at(w.ends)
+    begin, end = start, stop
+    for row in range(first_row, last_row):
+        begin, end = max(begin, begins[row]), min(end, ends[row])
+    begin = min(begin, stop)
+    return begin, max(begin, end)
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
+def _add_values(
+    work_address: Any, row: Any, count: Any, first: Any, runs: Any, num_runs: Any, states: Any
+) -> Any:
+    """Add the weighted values of runs, which start at the position `first`, to `count` rows from `row` on."""
     w = _work_at(work_address)
     a = attention_at(w.attention)
-    entry, count = i64_at(w.runs), 0
-    number, offset = first // a.block_size, first % a.block_size
-    position = first
-    while position < last:
-        values = _block(work_address, number) + a.value_offset
-        ahead = min(position + SPAN, w.last - 1)
-        keys = _block(work_address, ahead // a.block_size)
-        length = min(a.block_size - offset, last - position)
-        entry[3 * count] = values + offset * a.padded_dim * w.value_bytes
-        entry[3 * count + 1] = keys + ahead % a.block_size // TILE * TILE * a.head_dim * w.value_bytes
-        entry[3 * count + 2] = length
-        count += 1
-        position += length
-        number, offset = number + 1, 0
-    return count
-
-
-@kernel("void(int64, int64, int64, int64, int64, int64)")
-def _add_values(work_address: Any, row: Any, width: Any, first: Any, last: Any, states: Any) -> Any:
-    """Add the weighted values of the positions [first, last) of a span to `width` rows from `row` on."""
-    if first >= last:
-        return
-    w = _work_at(work_address)
-    a = attention_at(w.attention)
-    runs = _list_runs(work_address, first, last)
     value_stride, vectors = a.padded_dim * w.value_bytes, a.padded_dim // TILE
     weights = w.scores + row * SCORES_BYTES + 4 * (first % SPAN)
     sums = states + row * w.state_bytes + VALUES
-    call_add_values(a.add_values, width, w.runs, runs, value_stride, weights, sums, w.state_bytes, vectors)
+    call_add_values(a.add_values, count, runs, num_runs, value_stride, weights, sums, w.state_bytes, vectors)
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64)")
-def _add_values_row_by_row(
-    work_address: Any, first_row: Any, last_row: Any, low: Any, high: Any, states: Any
-) -> Any:
-    """Add each query row's weighted values of its own positions within [low, high)."""
-    w = _work_at(work_address)
-    begins, ends = i64_at(w.begins), i64_at(w.ends)
-    for row in range(first_row, last_row):
-        _add_values(work_address, row, 1, max(low, begins[row]), min(high, ends[row]), states)
-
-
-@kernel("void(int64, int64, int64, int64, int64)")
-def _mix_values(work_address: Any, row: Any, start: Any, stop: Any, states: Any) -> Any:
-    """Add the weighted values within [start, stop) of a span to the query rows taken at once from `row` on.
-
-    Rows share the positions that all of them attend to. What lies before and after is added row by row: a
-    weight of zero would not do, as zero times an infinite value is not zero.
-    """
-    w = _work_at(work_address)
-    begins, ends = i64_at(w.begins), i64_at(w.ends)
-    width = min(MAX_WIDTH, w.rows - row)
-    last_row = row + width
-    shared_begin, shared_end = start, stop
-    for other in range(row, last_row):
-        shared_begin, shared_end = max(shared_begin, begins[other]), min(shared_end, ends[other])
-    shared_begin = min(shared_begin, stop)
-    shared_end = max(shared_begin, shared_end)
-    _add_values_row_by_row(work_address, row, last_row, start, shared_begin, states)
-    _add_values(work_address, row, width, shared_begin, shared_end, states)
-    _add_values_row_by_row(work_address, row, last_row, shared_end, stop, states)
+def _add_some_values(work_address: Any, row: Any, count: Any, first: Any, last: Any, states: Any) -> Any:
+    """Add the weighted values of the positions [first, last) of a span to `count` rows from `row` on."""
+    if first < last:
+        w = _work_at(work_address)
+        num_runs = _list_runs(work_address, w.runs, first, last)
+        _list_ahead(work_address, w.runs, num_runs, last)
+        _add_values(work_address, row, count, first, w.runs, num_runs, states)
 
 
 @kernel("void(int64, int64, int64, int64)")
-def _attend_span(work_address: Any, start: Any, stop: Any, states: Any) -> Any:
-    """Take the positions [start, stop) of a span into the states of the query rows that see them."""
+def _add_unshared_values(work_address: Any, start: Any, stop: Any, states: Any) -> Any:
+    """Add the weighted values within [start, stop) of a span, of which every query row sees some or none.
+
+    The rows taken at once share the positions that all of them attend to. What lies before and after is added
+    row by row: a weight of zero would not do, as zero times an infinite value is not zero.
+    """
+    if start >= stop:
+        return
+    w = _work_at(work_address)
+    begins, ends = i64_at(w.begins), i64_at(w.ends)
+    for first in range(0, w.rows, MAX_WIDTH):
+        last = min(first + MAX_WIDTH, w.rows)
+        begin, end = _shared(work_address, first, last, start, stop)
+        for row in range(first, last):
+            _add_some_values(work_address, row, 1, max(start, begins[row]), min(begin, ends[row]), states)
+        _add_some_values(work_address, first, last - first, begin, end, states)
+        for row in range(first, last):
+            _add_some_values(work_address, row, 1, max(end, begins[row]), min(stop, ends[row]), states)
+
+
+@kernel("void(int64, int64, int64, int64)")
+def _weigh_rows(work_address: Any, start: Any, stop: Any, states: Any) -> Any:
+    """Turn the scores of a span into weights, and take them into the states but for the values."""
     w = _work_at(work_address)
     a = attention_at(w.attention)
     begins, ends = i64_at(w.begins), i64_at(w.ends)
-    _score_span(work_address, start, stop)
+    origin = start // SPAN * SPAN
     for row in range(w.rows):
         begin, end = max(start, begins[row]), min(stop, ends[row])
         if begin < end:
             scores, state = w.scores + row * SCORES_BYTES, states + row * w.state_bytes
             if a.soft_cap > 0:
                 cap_softly(scores, a.soft_cap, scores, SPAN)
-            origin = start // SPAN * SPAN
             factor = softmax_span(scores, begin - origin, end - origin, state)
             if factor != np.float32(1.0):
                 scale(state + VALUES, factor, state + VALUES, a.padded_dim)
-    for row in range(0, w.rows, MAX_WIDTH):
-        _mix_values(work_address, row, start, stop, states)
+
+
+@kernel("void(int64, int64, int64, int64)")
+def _attend_span(work_address: Any, start: Any, stop: Any, states: Any) -> Any:
+    """Take the positions [start, stop) of a span into the states of the query rows that see them."""
+    w = _work_at(work_address)
+    begin, end = _shared(work_address, 0, w.rows, start, stop)
+    tiles = 0
+    if attention_at(w.attention).tile == TILE:
+        tiles = _list_tiles(work_address, start, stop)
+    else:
+        _score_assembled(work_address, start, stop)
+    runs = w.units + tiles * UNIT_BYTES
+    num_runs = _list_runs(work_address, runs, begin, end)
+    _list_ahead(work_address, runs, num_runs, stop)
+    if tiles > 0:
+        _score_rows(work_address, tiles, w.scores + 4 * (start % SPAN))
+    _weigh_rows(work_address, start, stop, states)
+    _add_unshared_values(work_address, start, begin, states)
+    if begin < end:
+        _add_values(work_address, 0, w.rows, begin, runs, num_runs, states)
+    _add_unshared_values(work_address, end, stop, states)
 
 
 @kernel("void(int64, int64)")

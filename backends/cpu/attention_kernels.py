@@ -62,17 +62,21 @@ MAXIMUM, SUM, VALUES = 0, 4, LINE_BYTES
 """Offsets in the state of a query row: the maximum of its scores, the sum of exp(score - maximum), and the
 sum of the values weighted so."""
 
-ADDRESS_BYTES = 8
-TILE_ENTRY, RUN_ENTRY = 2 * ADDRESS_BYTES, 3 * ADDRESS_BYTES
-"""Bytes of a table's entry. Of a tile: where its keys are, and what to prefetch meanwhile. Of a run of
-positions: where its values are, what to prefetch meanwhile, how many positions."""
+UNIT_BYTES = 16
+"""Of an entry in a table of what is read: the address, and how many positions if it is a run of values."""
+
+AHEAD = 2
+"""While a unit is read, the one so many entries further is prefetched; a table goes on so far."""
 
 _ISA = selected()
 _LANES = _ISA.lanes
 _SUMS = 12 if _ISA.lanes < TILE else 24  # vector registers for running sums
 _FLOATS = vector(F32, TILE)
 _VECTOR_BYTES = 4 * TILE
+_COUNT = 8  # offset in a unit
 _READ, _SECOND_LEVEL, _DATA = 0, 2, 1  # arguments of llvm.prefetch
+_RUNS_AT_ONCE = 2  # what lies between loading and storing sums; more would not stay in the first-level cache
+_UNROLL = 2  # components or positions of a round
 
 
 def _at_once(width: int) -> int:
@@ -80,10 +84,31 @@ def _at_once(width: int) -> int:
     return min(2, max(1, _SUMS * _ISA.lanes // (width * TILE)))
 
 
-def _prefetch(emitter: Emitter, address: Value) -> None:
-    """Ask for a line in the second-level cache: its queue of pending lines is longer than the first's."""
-    pointer = emitter.builder.inttoptr(address, I8.as_pointer())
-    emitter.call("llvm.prefetch.p0", VOID, pointer, I32(_READ), I32(_SECOND_LEVEL), I32(_DATA))
+def _prefetch(emitter: Emitter, address: Value, num_bytes: int) -> None:
+    """Ask for lines in the second-level cache: its queue of pending lines is longer than the first's."""
+    for line in range(0, num_bytes, LINE_BYTES):
+        pointer = emitter.builder.inttoptr(emitter.offset(address, line), I8.as_pointer())
+        emitter.call("llvm.prefetch.p0", VOID, pointer, I32(_READ), I32(_SECOND_LEVEL), I32(_DATA))
+
+
+def _unit(emitter: Emitter, table: Value, index: Value) -> Value:
+    return emitter.offset(table, emitter.times(index, UNIT_BYTES))
+
+
+def _for_each_group(
+    emitter: Emitter, rows: Value, emit: Callable[[int, Value], None], most: int = MAX_WIDTH
+) -> None:
+    """Run the code of `emit(width, first row)` for groups of `most` query rows, and for those left over."""
+    full = emitter.builder.sdiv(rows, I64(most))
+    covered = emitter.times(full, most)
+
+    def group(index: Value, carried: list[Value]) -> list[Value]:
+        emit(most, emitter.times(index, most))
+        return []
+
+    emitter.loop(full, [], group)
+    rest = emitter.builder.sub(rows, covered)
+    emit_for_count(emitter, rest, most - 1, lambda width: emit(width, covered))
 
 
 def _load_kv(emitter: Emitter, dtype: str, address: Value, offset: Value | int) -> Value:
@@ -108,85 +133,98 @@ def _add_products(
             column = load()
             for row, factor in enumerate(held):
                 at = row * len(columns) + index
-                result[at] = emitter.fma(factor, column, sums[at])
+                result[at] = emitter.pin(emitter.fma(factor, column, sums[at]), _ISA.register)
     else:
         held = [column() for column in columns]
         for row, load in enumerate(factors):
             factor = load()
             for index, column in enumerate(held):
                 at = row * len(columns) + index
-                result[at] = emitter.fma(factor, column, sums[at])
+                result[at] = emitter.pin(emitter.fma(factor, column, sums[at]), _ISA.register)
     return result
 
 
 def _emit_scores(
-    emitter: Emitter, dtype: str, width: int, entries: list[Value], queries: Value, pairs: Value
+    emitter: Emitter,
+    dtype: str,
+    width: int,
+    keys: list[Value],
+    ahead: list[Value],
+    queries: Value,
+    pairs: Value,
 ) -> list[Value]:
-    """Scores of `width` queries at the positions of the tiles: registers [row][tile][part of a tile]."""
+    """Scores of `width` queries at the positions of the tiles `keys`: registers [row][tile][part of a tile].
+
+    Meanwhile fetches the tiles or runs `ahead`.
+    """
     row_bytes = TILE * VALUE_BYTES[dtype]
     register_bytes = _LANES * VALUE_BYTES[dtype]
-    keys = [emitter.load(I64, entry) for entry in entries]
-    aheads = [emitter.load(I64, entry, ADDRESS_BYTES) for entry in entries]
 
     def step(index: Value, sums: list[Value]) -> list[Value]:
-        at = emitter.times(index, 2 * row_bytes)
-        query = emitter.offset(queries, emitter.times(index, 8 * width))
-        for ahead in aheads:
-            for line in range(0, 2 * row_bytes, LINE_BYTES):
-                _prefetch(emitter, emitter.offset(ahead, at, line))
-        for odd in (0, 1):
+        at = emitter.times(index, _UNROLL * row_bytes)
+        query = emitter.offset(queries, emitter.times(index, 4 * _UNROLL * width))
+        for unit in ahead:
+            _prefetch(emitter, emitter.offset(unit, at), _UNROLL * row_bytes)
+        for component in range(_UNROLL):
             factors = [
-                partial(emitter.load_splat, F32, _LANES, query, 4 * (odd * width + row))
+                partial(emitter.load_splat, F32, _LANES, query, 4 * (component * width + row))
                 for row in range(width)
             ]
             columns = [
-                partial(_load_kv, emitter, dtype, emitter.offset(key, at), odd * row_bytes + piece)
+                partial(_load_kv, emitter, dtype, emitter.offset(key, at), component * row_bytes + piece)
                 for key in keys
                 for piece in range(0, row_bytes, register_bytes)
             ]
             sums = _add_products(emitter, sums, factors, columns)
         return sums
 
-    zeros = [constant(F32, _LANES, 0.0)] * (width * len(entries) * (TILE // _LANES))
+    zeros = [constant(F32, _LANES, 0.0)] * (width * len(keys) * (TILE // _LANES))
     return emitter.loop(pairs, zeros, step)
 
 
 def _emit_score_tiles(
     emitter: Emitter,
     dtype: str,
-    width: Value,
+    rows: Value,
     tiles: Value,
     num_tiles: Value,
     queries: Value,
     pairs: Value,
     scores: Value,
 ) -> None:
-    """Write the scores of tiles that follow one another.
+    """Write the scores of `rows` query rows at tiles that follow one another.
+
+    All rows use a few tiles before the next ones: but for the first, they find them in the first-level cache.
 
     Args:
-        width: at most MAX_WIDTH.
         tiles: table of `num_tiles` tiles [2 * pairs][TILE]; their number is a multiple of TILES_AT_ONCE.
-        queries: float32[2 * pairs][width].
-        scores: float32[width][num_tiles * TILE], SCORES_BYTES from row to row.
+        queries: float32[2 * pairs][MAX_WIDTH] of the first MAX_WIDTH rows, and so on; the last ones may be
+            fewer.
+        scores: float32[rows][num_tiles * TILE], SCORES_BYTES from row to row.
     """
+    row_bytes = emitter.times(pairs, 8)
 
-    def variant(count: int) -> None:
-        at_once = _at_once(count)
+    def step(index: Value, carried: list[Value]) -> list[Value]:
+        first = _unit(emitter, tiles, emitter.times(index, TILES_AT_ONCE))
+        addresses = [emitter.load(I64, first, UNIT_BYTES * i) for i in range(TILES_AT_ONCE + AHEAD)]
+        target = emitter.offset(scores, emitter.times(index, TILES_AT_ONCE * _VECTOR_BYTES))
 
-        def step(index: Value, carried: list[Value]) -> list[Value]:
-            first = emitter.offset(tiles, emitter.times(index, at_once * TILE_ENTRY))
-            entries = [emitter.offset(first, tile * TILE_ENTRY) for tile in range(at_once)]
-            target = emitter.offset(scores, emitter.times(index, at_once * _VECTOR_BYTES))
-            scores_found = _emit_scores(emitter, dtype, count, entries, queries, pairs)
-            per_row = len(scores_found) // count
-            for number, score in enumerate(scores_found):
-                row, piece = divmod(number, per_row)
-                emitter.store(score, target, SCORES_BYTES * row + 4 * _LANES * piece)
-            return []
+        def group(width: int, row: Value) -> None:
+            own_queries = emitter.offset(queries, emitter.times(row, row_bytes))
+            own_target = emitter.offset(target, emitter.times(row, SCORES_BYTES))
+            at_once = _at_once(width)
+            for tile in range(0, TILES_AT_ONCE, at_once):
+                keys, ahead = (addresses[tile + i :][:at_once] for i in (0, AHEAD))
+                found = _emit_scores(emitter, dtype, width, keys, ahead, own_queries, pairs)
+                for number, score in enumerate(found):
+                    own_row, piece = divmod(number, len(found) // width)
+                    offset = SCORES_BYTES * own_row + tile * _VECTOR_BYTES + 4 * _LANES * piece
+                    emitter.store(score, own_target, offset)
 
-        emitter.loop(emitter.builder.sdiv(num_tiles, I64(at_once)), [], step)
+        _for_each_group(emitter, rows, group)
+        return []
 
-    emit_for_count(emitter, width, MAX_WIDTH, variant)
+    emitter.loop(emitter.builder.sdiv(num_tiles, I64(TILES_AT_ONCE)), [], step)
 
 
 _score_tiles = emitted(_emit_score_tiles, 6, num_names=1)
@@ -299,32 +337,43 @@ def _emit_weighted_sums(
     """Add the weighted values of all runs to `vectors` vectors of columns from `column` on, for all rows."""
     value_bytes = VALUE_BYTES[dtype]
     pieces = range(0, vectors * TILE, _LANES)
-    start = emitter.times(column, TILE * value_bytes)
+    column_bytes = TILE * value_bytes
+    start = emitter.times(column, column_bytes)
     before = [emitter.load(vector(F32, _LANES), row_sums, 4 * piece) for row_sums in sums for piece in pieces]
 
     def add_run(index: Value, carried: list[Value]) -> list[Value]:
-        entry = emitter.offset(runs, emitter.times(index, RUN_ENTRY))
+        entry = _unit(emitter, runs, index)
         values = emitter.offset(emitter.load(I64, entry), start)
-        ahead = emitter.offset(emitter.load(I64, entry, ADDRESS_BYTES), start)
-        count = emitter.load(I64, entry, 2 * ADDRESS_BYTES)
+        count = emitter.load(I64, entry, _COUNT)
+        # The unit ahead is fetched in the order of its addresses, not by columns.
+        ahead = emitter.load(I64, entry, AHEAD * UNIT_BYTES)
+        ahead = emitter.offset(ahead, emitter.times(start, count))
         *so_far, own_weights = carried
 
-        def add_position(index: Value, so_far: list[Value]) -> list[Value]:
-            at = emitter.times(index, value_stride)
-            for line in range(0, vectors * TILE * value_bytes, LINE_BYTES):
-                _prefetch(emitter, emitter.offset(ahead, at, line))
-            weight = emitter.offset(own_weights, emitter.times(index, 4))
-            factors = [
-                partial(emitter.load_splat, F32, _LANES, weight, SCORES_BYTES * row)
-                for row in range(len(sums))
-            ]
-            columns = [
-                partial(_load_kv, emitter, dtype, emitter.offset(values, at), piece * value_bytes)
-                for piece in pieces
-            ]
-            return _add_products(emitter, so_far, factors, columns)
+        def add_positions(first: Value, number: int, so_far: list[Value]) -> list[Value]:
+            at = emitter.offset(values, emitter.times(first, value_stride))
+            fetched = vectors * column_bytes
+            _prefetch(emitter, emitter.offset(ahead, emitter.times(first, fetched)), number * fetched)
+            weight = emitter.offset(own_weights, emitter.times(first, 4))
+            for position in range(number):
+                factors = [
+                    partial(emitter.load_splat, F32, _LANES, weight, SCORES_BYTES * row + 4 * position)
+                    for row in range(len(sums))
+                ]
+                columns = [partial(_load_kv, emitter, dtype, at, piece * value_bytes) for piece in pieces]
+                so_far = _add_products(emitter, so_far, factors, columns)
+                at = emitter.offset(at, value_stride)
+            return so_far
 
-        so_far = emitter.loop(count, so_far, add_position)
+        rounds = emitter.builder.sdiv(count, I64(_UNROLL))
+        done = emitter.times(rounds, _UNROLL)
+        so_far = emitter.loop(
+            rounds, so_far, lambda i, so_far: add_positions(emitter.times(i, _UNROLL), _UNROLL, so_far)
+        )
+        left = emitter.builder.sub(count, done)
+        so_far = emitter.loop(
+            left, so_far, lambda i, so_far: add_positions(emitter.offset(done, i), 1, so_far)
+        )
         return [*so_far, emitter.offset(own_weights, emitter.times(count, 4))]
 
     *after, _ = emitter.loop(num_runs, [*before, weights], add_run)
@@ -336,7 +385,7 @@ def _emit_weighted_sums(
 def _emit_add_weighted_values(
     emitter: Emitter,
     dtype: str,
-    width: Value,
+    rows: Value,
     runs: Value,
     num_runs: Value,
     value_stride: Value,
@@ -347,34 +396,57 @@ def _emit_add_weighted_values(
 ) -> None:
     """sums[r] += weights[r][i] * values[i] for the positions i of all runs in turn.
 
+    All rows and columns use a few runs before the next ones. A column of many positions would find room in
+    few sets of the first-level cache, and is not the order in which memory is quick.
+
     Args:
-        width: at most MAX_WIDTH.
         runs: table of `num_runs` runs, their values [positions][vectors][TILE], `value_stride` bytes from
             position to position.
-        weights: float32[width], at the first position; SCORES_BYTES from row to row.
+        weights: float32[rows], at the first position; SCORES_BYTES from row to row.
         sums: float32[vectors][TILE] of the first row; `sum_stride` bytes further the next row's.
     """
     builder = emitter.builder
 
-    def variant(rows: int) -> None:
-        row_sums = [emitter.offset(sums, emitter.times(sum_stride, r)) for r in range(rows)]
-        at_once = _at_once(rows)
+    def some_runs(index: Value, carried: list[Value]) -> list[Value]:
+        (own_weights,) = carried
+        first = emitter.times(index, _RUNS_AT_ONCE)
+        own_runs, left = _unit(emitter, runs, first), builder.sub(num_runs, first)
+        is_less = builder.icmp_signed("<", left, I64(_RUNS_AT_ONCE))
+        count = builder.select(is_less, left, I64(_RUNS_AT_ONCE))
 
-        def columns(column: Value, number: int) -> list[Value]:
-            target = emitter.times(column, _VECTOR_BYTES)
-            own_sums = [emitter.offset(address, target) for address in row_sums]
-            _emit_weighted_sums(
-                emitter, dtype, number, runs, num_runs, column, value_stride, weights, own_sums
-            )
-            return []
+        def group(width: int, row: Value) -> None:
+            row_weights = emitter.offset(own_weights, emitter.times(row, SCORES_BYTES))
+            row_sums = [
+                emitter.offset(sums, emitter.times(sum_stride, emitter.offset(row, r))) for r in range(width)
+            ]
 
-        wide = builder.sdiv(vectors, I64(at_once))
-        covered = emitter.times(wide, at_once)
-        emitter.loop(wide, [], lambda i, _: columns(emitter.times(i, at_once), at_once))
-        if at_once > 1:
-            emitter.loop(builder.sub(vectors, covered), [], lambda i, _: columns(builder.add(covered, i), 1))
+            def columns(column: Value, number: int) -> list[Value]:
+                target = emitter.times(column, _VECTOR_BYTES)
+                own_sums = [emitter.offset(address, target) for address in row_sums]
+                _emit_weighted_sums(
+                    emitter, dtype, number, own_runs, count, column, value_stride, row_weights, own_sums
+                )
+                return []
 
-    emit_for_count(emitter, width, MAX_WIDTH, variant)
+            at_once = _at_once(width)
+            wide = builder.sdiv(vectors, I64(at_once))
+            covered = emitter.times(wide, at_once)
+            emitter.loop(wide, [], lambda i, _: columns(emitter.times(i, at_once), at_once))
+            if at_once > 1:
+                emitter.loop(
+                    builder.sub(vectors, covered), [], lambda i, _: columns(builder.add(covered, i), 1)
+                )
+
+        _for_each_group(emitter, rows, group)
+
+        def skip(run: Value, carried: list[Value]) -> list[Value]:
+            positions = emitter.load(I64, _unit(emitter, own_runs, run), _COUNT)
+            return [emitter.offset(carried[0], emitter.times(positions, 4))]
+
+        return emitter.loop(count, [own_weights], skip)
+
+    times = builder.sdiv(emitter.offset(num_runs, _RUNS_AT_ONCE - 1), I64(_RUNS_AT_ONCE))
+    emitter.loop(times, [weights], some_runs)
 
 
 _add_weighted_values = emitted(_emit_add_weighted_values, 8, num_names=1)
@@ -388,8 +460,8 @@ _add_weighted_values = emitted(_emit_add_weighted_values, 8, num_names=1)
 def score_function(dtype: str) -> Any:
     """`_emit_score_tiles` for KV of `dtype`, compiled on first use; has an `address`."""
 
-    def score(width, tiles, num_tiles, queries, pairs, scores):  # type: ignore[no-untyped-def]
-        _score_tiles(dtype, width, tiles, num_tiles, queries, pairs, scores)
+    def score(rows, tiles, num_tiles, queries, pairs, scores):  # type: ignore[no-untyped-def]
+        _score_tiles(dtype, rows, tiles, num_tiles, queries, pairs, scores)
 
     return native_function("void(int64, int64, int64, int64, int64, int64)", score)
 
@@ -399,9 +471,9 @@ def values_function(dtype: str) -> Any:
     """`_emit_add_weighted_values` for KV of `dtype`, compiled on first use; has an `address`."""
 
     def add_values(  # type: ignore[no-untyped-def]
-        width, runs, num_runs, value_stride, weights, sums, sum_stride, vectors
+        rows, runs, num_runs, value_stride, weights, sums, sum_stride, vectors
     ):
-        _add_weighted_values(dtype, width, runs, num_runs, value_stride, weights, sums, sum_stride, vectors)
+        _add_weighted_values(dtype, rows, runs, num_runs, value_stride, weights, sums, sum_stride, vectors)
 
     return native_function("void(int64, int64, int64, int64, int64, int64, int64, int64)", add_values)
 

@@ -179,8 +179,8 @@ ATTENTION_WORK = _record(  # what a thread knows of the item it works on; addres
     ("last", _INT),
     ("begins", _INT),  # int64[MAX_ROWS]: the positions that each of them sees
     ("ends", _INT),
-    ("tiles", _INT),  # table of tiles, see attention_kernels.py
-    ("runs", _INT),  # table of runs
+    ("units", _INT),  # table of a span's tiles and of runs of its values, see attention_kernels.py
+    ("runs", _INT),  # table of runs that not all query rows see
     ("scores", _INT),  # float32[MAX_ROWS, SPAN], SCORES_BYTES from row to row
     ("keys", _INT),  # a tile put together from smaller ones
     ("queries", _INT),  # float32, those taken at once side by side: [head_dim, width] after each other
