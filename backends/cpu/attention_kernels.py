@@ -68,6 +68,10 @@ UNIT_BYTES = 16
 AHEAD = 2
 """While a unit is read, the one so many entries further is prefetched; a table goes on so far."""
 
+_AHEAD_AGAIN = 1
+"""And this one is prefetched once more by the last rows that read a unit: while many lines are pending, the
+processor drops prefetches."""
+
 _ISA = selected()
 _LANES = _ISA.lanes
 _SUMS = 12 if _ISA.lanes < TILE else 24  # vector registers for running sums
@@ -95,20 +99,19 @@ def _unit(emitter: Emitter, table: Value, index: Value) -> Value:
     return emitter.offset(table, emitter.times(index, UNIT_BYTES))
 
 
-def _for_each_group(
-    emitter: Emitter, rows: Value, emit: Callable[[int, Value], None], most: int = MAX_WIDTH
-) -> None:
-    """Run the code of `emit(width, first row)` for groups of `most` query rows, and for those left over."""
-    full = emitter.builder.sdiv(rows, I64(most))
-    covered = emitter.times(full, most)
+def _for_each_group(emitter: Emitter, rows: Value, emit: Callable[[int, Value, list[int]], None]) -> None:
+    """Run the code of `emit(width, first row, units ahead to prefetch)` for groups of MAX_WIDTH query rows,
+    the last of which may have fewer."""
+    before_last = emitter.builder.sdiv(emitter.offset(rows, -1), I64(MAX_WIDTH))
+    covered = emitter.times(before_last, MAX_WIDTH)
 
     def group(index: Value, carried: list[Value]) -> list[Value]:
-        emit(most, emitter.times(index, most))
+        emit(MAX_WIDTH, emitter.times(index, MAX_WIDTH), [AHEAD])
         return []
 
-    emitter.loop(full, [], group)
-    rest = emitter.builder.sub(rows, covered)
-    emit_for_count(emitter, rest, most - 1, lambda width: emit(width, covered))
+    emitter.loop(before_last, [], group)
+    last = emitter.builder.sub(rows, covered)
+    emit_for_count(emitter, last, MAX_WIDTH, lambda width: emit(width, covered, [AHEAD, _AHEAD_AGAIN]))
 
 
 def _load_kv(emitter: Emitter, dtype: str, address: Value, offset: Value | int) -> Value:
@@ -149,13 +152,13 @@ def _emit_scores(
     dtype: str,
     width: int,
     keys: list[Value],
-    ahead: list[Value],
+    fetched: list[Value],
     queries: Value,
     pairs: Value,
 ) -> list[Value]:
     """Scores of `width` queries at the positions of the tiles `keys`: registers [row][tile][part of a tile].
 
-    Meanwhile fetches the tiles or runs `ahead`.
+    Meanwhile prefetches the units `fetched`.
     """
     row_bytes = TILE * VALUE_BYTES[dtype]
     register_bytes = _LANES * VALUE_BYTES[dtype]
@@ -163,7 +166,7 @@ def _emit_scores(
     def step(index: Value, sums: list[Value]) -> list[Value]:
         at = emitter.times(index, _UNROLL * row_bytes)
         query = emitter.offset(queries, emitter.times(index, 4 * _UNROLL * width))
-        for unit in ahead:
+        for unit in fetched:
             _prefetch(emitter, emitter.offset(unit, at), _UNROLL * row_bytes)
         for component in range(_UNROLL):
             factors = [
@@ -209,13 +212,14 @@ def _emit_score_tiles(
         addresses = [emitter.load(I64, first, UNIT_BYTES * i) for i in range(TILES_AT_ONCE + AHEAD)]
         target = emitter.offset(scores, emitter.times(index, TILES_AT_ONCE * _VECTOR_BYTES))
 
-        def group(width: int, row: Value) -> None:
+        def group(width: int, row: Value, ahead: list[int]) -> None:
             own_queries = emitter.offset(queries, emitter.times(row, row_bytes))
             own_target = emitter.offset(target, emitter.times(row, SCORES_BYTES))
             at_once = _at_once(width)
             for tile in range(0, TILES_AT_ONCE, at_once):
-                keys, ahead = (addresses[tile + i :][:at_once] for i in (0, AHEAD))
-                found = _emit_scores(emitter, dtype, width, keys, ahead, own_queries, pairs)
+                keys = addresses[tile:][:at_once]
+                fetched = [unit for distance in ahead for unit in addresses[tile + distance :][:at_once]]
+                found = _emit_scores(emitter, dtype, width, keys, fetched, own_queries, pairs)
                 for number, score in enumerate(found):
                     own_row, piece = divmod(number, len(found) // width)
                     offset = SCORES_BYTES * own_row + tile * _VECTOR_BYTES + 4 * _LANES * piece
@@ -333,6 +337,7 @@ def _emit_weighted_sums(
     value_stride: Value,
     weights: Value,
     sums: list[Value],
+    ahead: list[int],
 ) -> None:
     """Add the weighted values of all runs to `vectors` vectors of columns from `column` on, for all rows."""
     value_bytes = VALUE_BYTES[dtype]
@@ -345,15 +350,16 @@ def _emit_weighted_sums(
         entry = _unit(emitter, runs, index)
         values = emitter.offset(emitter.load(I64, entry), start)
         count = emitter.load(I64, entry, _COUNT)
-        # The unit ahead is fetched in the order of its addresses, not by columns.
-        ahead = emitter.load(I64, entry, AHEAD * UNIT_BYTES)
-        ahead = emitter.offset(ahead, emitter.times(start, count))
+        # Units ahead are fetched in the order of their addresses, not by columns.
+        units = [emitter.load(I64, entry, distance * UNIT_BYTES) for distance in ahead]
+        fetched = [emitter.offset(unit, emitter.times(start, count)) for unit in units]
         *so_far, own_weights = carried
 
         def add_positions(first: Value, number: int, so_far: list[Value]) -> list[Value]:
             at = emitter.offset(values, emitter.times(first, value_stride))
-            fetched = vectors * column_bytes
-            _prefetch(emitter, emitter.offset(ahead, emitter.times(first, fetched)), number * fetched)
+            done = emitter.times(first, vectors * column_bytes)
+            for unit in fetched:
+                _prefetch(emitter, emitter.offset(unit, done), number * vectors * column_bytes)
             weight = emitter.offset(own_weights, emitter.times(first, 4))
             for position in range(number):
                 factors = [
@@ -414,7 +420,7 @@ def _emit_add_weighted_values(
         is_less = builder.icmp_signed("<", left, I64(_RUNS_AT_ONCE))
         count = builder.select(is_less, left, I64(_RUNS_AT_ONCE))
 
-        def group(width: int, row: Value) -> None:
+        def group(width: int, row: Value, ahead: list[int]) -> None:
             row_weights = emitter.offset(own_weights, emitter.times(row, SCORES_BYTES))
             row_sums = [
                 emitter.offset(sums, emitter.times(sum_stride, emitter.offset(row, r))) for r in range(width)
@@ -424,7 +430,16 @@ def _emit_add_weighted_values(
                 target = emitter.times(column, _VECTOR_BYTES)
                 own_sums = [emitter.offset(address, target) for address in row_sums]
                 _emit_weighted_sums(
-                    emitter, dtype, number, own_runs, count, column, value_stride, row_weights, own_sums
+                    emitter,
+                    dtype,
+                    number,
+                    own_runs,
+                    count,
+                    column,
+                    value_stride,
+                    row_weights,
+                    own_sums,
+                    ahead,
                 )
                 return []
 
