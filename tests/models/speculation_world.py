@@ -2,7 +2,7 @@
 time is added up by hand.
 
 A text is fixed beforehand: at each position a draft is right, wrong, or not to be had, whatever the policy
-does. So two policies differ in time only, as in the engine.
+does, or right if the drafter has read enough. So two policies differ in time only, as in the engine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,20 @@ from mvllm.core.types import RequestId
 class Text:
     """What a drafter would do at each position of one request's output."""
 
-    right: Sequence[bool]  # a draft of this token would be right, if those before it were
+    difficulty: Sequence[float]  # within [0, 1); those below the agreement are drafted rightly
     proposes: Sequence[bool]  # the drafter has a proposal when it starts here
+    agreement: Callable[[int], float] = lambda read: 0.5
+    """Share of drafts that are right, if those before them were, when the drafter has read so many tokens
+    before the first of them."""
 
     def __len__(self) -> int:
-        return len(self.right)
+        return len(self.difficulty)
+
+    def accepted(self, start: int, proposed: int, read: int) -> int:
+        """Leading drafts that are right, of `proposed` at `start`."""
+        chance = self.agreement(read)
+        wrong = (count for count in range(proposed) if self.difficulty[start + count] >= chance)
+        return next(wrong, proposed)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Costs:
     forward: Callable[[int, int], float]  # of rows and tokens
     draft_pass: Callable[[int], float]  # of rows that draft in it
     catch_up: float = 0.0  # per token that the drafter has not seen
+    first_tokens: int | None = None  # a drafter further behind begins anew with so many; None: with all
     noise: float = 0.0  # relative standard deviation of every measurement
     disturbed: float = 0.0  # share of steps that take three times as long
 
@@ -50,6 +60,29 @@ class Run:
         return self.tokens / self.seconds
 
 
+@dataclass
+class _Reader:
+    """What a drafter with a cache has read of a row (see `core/spec/draft_cache.py`)."""
+
+    first_tokens: int | None
+    first: int = 0  # position of the first token it has read
+    end: int = 0  # and of the first one after these that it has not
+
+    def num_behind(self, num_tokens: int) -> int:
+        behind = num_tokens - self.end
+        return behind if self.first_tokens is None else min(behind, self.first_tokens)
+
+    def read(self, num_tokens: int) -> None:
+        behind = self.num_behind(num_tokens)
+        if num_tokens - self.end > behind:
+            self.first = num_tokens - behind
+        self.end = num_tokens
+
+    @property
+    def num_read(self) -> int:
+        return self.end - self.first
+
+
 def simulate(
     policy: DraftLengthPolicy,
     texts: Sequence[Text],
@@ -64,14 +97,14 @@ def simulate(
     rng = random.Random(seed)
     run = Run()
     done = [0] * len(texts)
-    seen = [0] * len(texts)  # tokens of prompt and text the drafter knows
+    drafters = [_Reader(costs.first_tokens) for _ in texts]
     while running := [i for i, text in enumerate(texts) if done[i] < len(text)]:
         demands = [
             DraftDemand(
                 RequestId(str(first_id + i)),
                 prompt + done[i],
                 min(max_drafts, len(texts[i]) - done[i] - 1),
-                num_behind=prompt + done[i] - seen[i],
+                num_behind=drafters[i].num_behind(prompt + done[i]),
             )
             for i in running
         ]
@@ -81,14 +114,15 @@ def simulate(
         proposed = [
             length if texts[i].proposes[done[i]] else 0 for i, length in zip(running, lengths, strict=True)
         ]
-        accepted = [
-            _accepted(texts[i].right, done[i], count) for i, count in zip(running, proposed, strict=True)
-        ]
         draft_seconds = 0.0
-        for i, length, count in zip(running, lengths, accepted, strict=True):
+        accepted = []
+        for i, length, count in zip(running, lengths, proposed, strict=True):
             if length > 0:
-                draft_seconds += costs.catch_up * (prompt + done[i] - seen[i])
-                seen[i] = prompt + done[i] + count
+                draft_seconds += costs.catch_up * drafters[i].num_behind(prompt + done[i])
+                drafters[i].read(prompt + done[i])
+            accepted.append(texts[i].accepted(done[i], count, drafters[i].num_read))
+            if length > 0:
+                drafters[i].read(prompt + done[i] + accepted[-1])
         for place in range(max(proposed)):
             draft_seconds += costs.draft_pass(sum(count > place for count in proposed))
         num_tokens = len(running) + sum(proposed)
@@ -115,10 +149,6 @@ def simulate(
     return run
 
 
-def _accepted(right: Sequence[bool], start: int, proposed: int) -> int:
-    return next((count for count in range(proposed) if not right[start + count]), proposed)
-
-
 def _disturbance(costs: Costs, rng: random.Random) -> float:
     factor = max(0.5, rng.gauss(1.0, costs.noise))
     return factor * 3.0 if rng.random() < costs.disturbed else factor
@@ -127,10 +157,23 @@ def _disturbance(costs: Costs, rng: random.Random) -> float:
 # --- texts -------------------------------------------------------------------------------------------------
 
 
-def even_text(length: int, chance: float, seed: int) -> Text:
-    """Each draft is right with the same chance; the drafter always has one."""
+def even_text(length: int, chance: float, seed: int, *, runs: float = 0.0) -> Text:
+    """Each draft is right with the same chance; the drafter always has one.
+
+    Args:
+        runs: chance that a token is as difficult as the one before it.
+    """
+    return read_text(length, lambda read: chance, seed, runs=runs)
+
+
+def read_text(length: int, agreement: Callable[[int], float], seed: int, *, runs: float = 0.0) -> Text:
+    """As `even_text`, for a drafter that is right the more often the more it has read."""
     rng = random.Random(seed)
-    return Text([rng.random() < chance for _ in range(length)], [True] * length)
+    difficulty: list[float] = []
+    for _ in range(length):
+        again = runs > 0.0 and bool(difficulty) and rng.random() < runs
+        difficulty.append(difficulty[-1] if again else rng.random())
+    return Text(difficulty, [True] * length, agreement)
 
 
 def copied_text(length: int, share: float, run: int, seed: int, *, false_matches: float = 0.1) -> Text:
@@ -148,11 +191,11 @@ def copied_text(length: int, share: float, run: int, seed: int, *, false_matches
             count = 1 + int(rng.expovariate(1.0 / run))
             right += [True] * count
             proposes += [True] * count
-    return Text(right[:length], proposes[:length])
+    return Text([0.0 if value else 0.9 for value in right[:length]], proposes[:length])
 
 
-def joined(*texts: Text) -> Text:
-    return Text(
-        [value for text in texts for value in text.right],
-        [value for text in texts for value in text.proposes],
-    )
+def joined(first: Text, second: Text) -> Text:
+    """Both, with difficulties such that neither's drafts change."""
+    texts = (first, second)
+    right = [value < text.agreement(0) for text in texts for value in text.difficulty]
+    return Text([0.0 if value else 0.9 for value in right], [*first.proposes, *second.proposes])
