@@ -18,11 +18,12 @@ from mvllm.core.spec.step_costs import SMALL_CATCH_UP, DraftCosts, ForwardCosts
 from mvllm.core.types import RequestId
 
 DEFAULT_ADAPTIVE_MAX = 16
-FIRST_LENGTH = 2  # longest drafts as long as nothing is known of the drafter's cost
-PROBE_SHARE = 0.006  # of the time, that probing may lose
-PROBE_HOPE = 0.85  # chance of acceptance at which drafting has to pay for a probe to make sense
-MAX_PROBE = 4  # drafts
-MAX_SAVINGS = 32  # steps' time: probes can't slow down a text by more at a time
+FIRST_SAVINGS = 5.0  # tokens: what trying out a new drafter may lose
+TRIAL_SHARE = 0.006  # of the tokens, that trials may lose from then on
+MAX_SAVINGS = 16.0  # tokens
+HOPE = 0.85  # chance of acceptance at which drafting has to pay for a trial to make sense
+FIRST_TRIAL = 2  # drafts, as long as nothing is known of the drafter's cost
+MAX_TRIAL = 4  # drafts
 PLAIN_EVERY = 128  # steps between measurements of a step without drafts
 CATCH_UP_ROUNDS = 64  # rounds of drafting over which the cost of catching up has to come back
 PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
@@ -36,27 +37,24 @@ class _Row:
 
     num_behind: int = 0  # tokens the drafter has to read before it can draft
     asked: int = 0  # drafts allowed in the step under way
+    earned: float = 0.0  # tokens that its drafts have brought beyond their cost, and may lose again
     proposing: float = 1.0  # share of rounds in which the drafter used the permission
-
-
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    """Drafts that are expected not to pay, to see whether that is still so."""
-
-    id: RequestId
-    length: int
-    draft_seconds: float  # expected
-    forward_seconds: float  # expected, beyond the step without it
 
 
 class AdaptiveLength(DraftLengthPolicy):
     """Maximises expected tokens per expected second over the whole batch.
 
     The drafts of all rows, most likely to be accepted first, are added to the step while the
-    ratio of tokens to seconds rises; rows for which that says 0 draft nothing, and cost nothing. One of
-    them is probed when what may be lost by it has been saved up: `PROBE_SHARE` of all time. Cost of
+    ratio of tokens to seconds rises; rows for which that says 0 draft nothing, and cost nothing. Costs of
     forwards, of draft passes and of catching up with unseen tokens are measured; so are chances of
     acceptance (`acceptance.py`).
+
+    A row that seems not to pay is tried all the same as long as what a trial would lose, should every
+    draft be wrong, is covered: by what the row's own drafts have brought, or by savings that all rows
+    share. These are a few tokens' time for a new drafter, so that a bad beginning is not the end, and
+    from then on a small share of all time. What drafts bring and take is booked after every step, in
+    tokens. So drafting that never pays loses `FIRST_SAVINGS` tokens and `TRIAL_SHARE` of the time, besides
+    what the drafter took to begin with.
 
     Args:
         max_length: most drafts of a row.
@@ -68,8 +66,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._forward = ForwardCosts()
         self._draft = DraftCosts()
         self._rows: dict[RequestId, _Row] = {}
-        self._savings = 0.0  # seconds that probes may lose now
-        self._probe: _Probe | None = None  # in the step under way
+        self._savings = FIRST_SAVINGS
         self._catching_up = 0.0  # seconds spent for rows that have had no draft since
         self._since_plain = 0  # steps with drafts since the last one without
 
@@ -79,22 +76,21 @@ class AdaptiveLength(DraftLengthPolicy):
         for demand in rows:
             row = self._rows.setdefault(demand.id, _Row())
             row.num_behind, row.asked = demand.num_behind, 0
-        self._probe = None
-        if rows and self._forward.seconds(len(rows), len(rows)) > 0.0 and self._since_plain < PLAIN_EVERY:
-            chances = [self._acceptance.survival(demand.id, self._cap(demand)) for demand in rows]
-            chosen = self._best(rows, chances, len(rows))
+        num_rows = len(rows)
+        if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and self._since_plain < PLAIN_EVERY:
+            chosen: dict[RequestId, int] = {}
+            if self._draft.known:  # until then it is tried with one row
+                chances = [self._acceptance.survival(demand.id, self._cap(demand)) for demand in rows]
+                chosen = self._best(rows, chances, num_rows)
             idle = [demand for demand in rows if demand.limit > 0 and demand.id not in chosen]
             if idle:
-                self._probe = self._affordable_probe(idle, len(rows), len(rows) + sum(chosen.values()))
-                if self._probe is not None:
-                    chosen[self._probe.id] = self._probe.length
+                chosen |= self._affordable_trial(idle, num_rows, num_rows + sum(chosen.values()))
             for id, length in chosen.items():
                 self._rows[id].asked = length
         return [self._rows[demand.id].asked for demand in rows]
 
     def _cap(self, demand: DraftDemand) -> int:
-        cap = self._max_length if self._draft.known else min(FIRST_LENGTH, self._max_length)
-        return min(cap, demand.limit)
+        return min(self._max_length, demand.limit)
 
     def _best(
         self, candidates: Sequence[DraftDemand], chances: Sequence[Sequence[float]], num_rows: int
@@ -139,22 +135,32 @@ class AdaptiveLength(DraftLengthPolicy):
             lengths[candidates[index].id] = place + 1
         return lengths
 
-    def _affordable_probe(self, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int) -> _Probe | None:
-        """Drafts for the row of which least is known, if they may pay and their cost was saved up."""
-        uncertain = max(idle, key=lambda demand: self._acceptance.variance(demand.id))
-        hope = list(accumulate([PROBE_HOPE] * self._cap(uncertain), mul))
+    def _affordable_trial(
+        self, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int
+    ) -> dict[RequestId, int]:
+        """Drafts for the row of which least is known, if they may pay and the savings cover their loss."""
+        uncertain = max(idle, key=self._worth_trying)
+        hope = list(accumulate([HOPE] * self._cap(uncertain), mul))
         if not self._best([uncertain], [hope], num_rows):
-            return None
-        plain = self._forward.seconds(num_rows, num_tokens)
+            return {}
+        without = self._forward.seconds(num_rows, num_tokens)
         catch_up = self._draft.catch_up_seconds() * uncertain.num_behind
-        each = self._draft.pass_seconds(1) + self._forward.seconds(num_rows, num_tokens + 1) - plain
-        # A row that was expensive to catch up should tell more than one outcome.
-        length = min(1 + int(catch_up / each) if each > 0.0 else 1, MAX_PROBE, self._cap(uncertain))
-        drafting = catch_up + length * self._draft.pass_seconds(1)
-        forward = self._forward.seconds(num_rows, num_tokens + length) - plain
-        if drafting + forward > self._savings:
-            return None
-        return _Probe(uncertain.id, length, drafting, forward)
+        each = self._draft.pass_seconds(1) + self._forward.seconds(num_rows, num_tokens + 1) - without
+        # A row that was expensive to catch up should tell more than one outcome, a new drafter more than
+        # what a single draft takes.
+        length = max(1 + int(catch_up / each) if each > 0.0 else 1, 1 if self._draft.known else FIRST_TRIAL)
+        length = min(length, MAX_TRIAL, self._cap(uncertain))
+        forward = self._forward.seconds(num_rows, num_tokens + length) - without
+        seconds = catch_up + length * self._draft.pass_seconds(1) + forward
+        loss = seconds * num_rows / self._forward.seconds(num_rows, num_rows)
+        affordable = loss <= self._savings + self._rows[uncertain.id].earned
+        return {uncertain.id: length} if affordable else {}
+
+    def _worth_trying(self, demand: DraftDemand) -> float:
+        """Greatest for the row that a trial is to tell of."""
+        if not self._draft.known:
+            return -demand.num_behind  # the same row twice shows a pass by itself
+        return self._acceptance.variance(demand.id) * self._rows[demand.id].proposing
 
     # --- learn -------------------------------------------------------------------------------------------
 
@@ -162,7 +168,7 @@ class AdaptiveLength(DraftLengthPolicy):
         results = [result for result in step.results if result.id in self._rows]
         self._observe_forward(step)
         self._observe_drafts(step, results)
-        self._account(step)
+        self._account(step, results)
         self._acceptance.observe(step.results)
         for result in results:
             row = self._rows[result.id]
@@ -192,20 +198,24 @@ class AdaptiveLength(DraftLengthPolicy):
         else:
             self._catching_up = 0.0
 
-    def _account(self, step: SpeculationStep) -> None:
-        """Save a share of the step's time for probes; take what a probe has lost, or add what it has won."""
-        saved = self._savings + PROBE_SHARE * step.forward_seconds
-        self._savings = min(saved, MAX_SAVINGS * step.forward_seconds)
-        probe, self._probe = self._probe, None
-        if probe is None:
+    def _account(self, step: SpeculationStep, results: Sequence[DraftResult]) -> None:
+        """Book, in tokens, what each row's drafts have brought and taken beside a step without any."""
+        num_rows = len(step.results)
+        plain = self._forward.seconds(num_rows, num_rows)
+        if plain <= 0.0:
             return
-        result = next((result for result in step.results if result.id == probe.id), None)
-        drafting = step.draft_seconds if step.num_drafting_rows == 1 else probe.draft_seconds
-        if result is None or result.proposed == 0:
-            self._savings -= drafting
-        else:
-            gained = result.accepted * self._forward.seconds(step.num_rows, step.num_rows) / step.num_rows
-            self._savings -= drafting + probe.forward_seconds - gained
+        self._savings = min(self._savings + TRIAL_SHARE * num_rows, MAX_SAVINGS)
+        asked = [result for result in results if self._rows[result.id].asked > 0]
+        num_drafts = sum([result.proposed for result in asked])
+        forward = self._forward.seconds(num_rows, num_rows + num_drafts) - plain
+        # What a drafter takes at first, nobody can know before.
+        drafting = step.draft_seconds / len(asked) if asked and self._draft.known else 0.0
+        for result in asked:
+            seconds = drafting + forward * result.proposed / max(num_drafts, 1)
+            row = self._rows[result.id]
+            row.earned += result.accepted - seconds / plain * num_rows
+            self._savings += min(row.earned, 0.0)
+            row.earned = min(max(row.earned, 0.0), MAX_SAVINGS)
 
     def release(self, id: RequestId) -> None:
         self._rows.pop(id, None)

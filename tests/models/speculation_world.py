@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mvllm.core.spec.draft_length import DraftDemand, DraftLengthPolicy, DraftResult, SpeculationStep
 from mvllm.core.types import RequestId
@@ -191,11 +191,16 @@ def copied_text(length: int, share: float, run: int, seed: int, *, false_matches
             count = 1 + int(rng.expovariate(1.0 / run))
             right += [True] * count
             proposes += [True] * count
-    return Text([0.0 if value else 0.9 for value in right[:length]], proposes[:length])
+    return replace(told_text(right[:length]), proposes=proposes[:length])
+
+
+def told_text(right: Sequence[bool]) -> Text:
+    """Drafts are right where they are said to be."""
+    return Text([0.0 if value else 0.9 for value in right], [True] * len(right))
 
 
 def joined(first: Text, second: Text) -> Text:
-    """Both, with difficulties such that neither's drafts change."""
+    """One after the other; neither may depend on what was read."""
     texts = (first, second)
     right = [value < text.agreement(0) for text in texts for value in text.difficulty]
-    return Text([0.0 if value else 0.9 for value in right], [*first.proposes, *second.proposes])
+    return replace(told_text(right), proposes=[*first.proposes, *second.proposes])

@@ -35,13 +35,15 @@ def _catching_up_costs_nothing(self: step_costs.DraftCosts) -> float:
     return 0.0
 
 
-def _never_probes(
+def _never_tries(
     self: adaptive_length.AdaptiveLength, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int
+) -> dict[RequestId, int]:
+    return {}
+
+
+def _trials_cost_nothing(
+    self: adaptive_length.AdaptiveLength, step: SpeculationStep, results: Sequence[DraftResult]
 ) -> None:
-    pass
-
-
-def _probes_cost_nothing(self: adaptive_length.AdaptiveLength, step: SpeculationStep) -> None:
     self._savings = 1e9
 
 
@@ -74,10 +76,13 @@ MUTANTS: dict[str, Mutant] = {
     "catching up costs nothing": Mutant(
         step_costs.DraftCosts, "catch_up_seconds", _catching_up_costs_nothing, "catching up is dear"
     ),
-    "it never probes": Mutant(
-        adaptive_length.AdaptiveLength, "_affordable_probe", _never_probes, "the text becomes better"
+    "it never tries again": Mutant(
+        adaptive_length.AdaptiveLength, "_affordable_trial", _never_tries, "the text becomes better"
     ),
-    "probes cost nothing": Mutant(
-        adaptive_length.AdaptiveLength, "_account", _probes_cost_nothing, "model, never right"
+    "nothing is set aside for a new drafter": Mutant(
+        adaptive_length, "FIRST_SAVINGS", 0.0, "reads first, begins badly"
+    ),
+    "trials cost nothing": Mutant(
+        adaptive_length.AdaptiveLength, "_account", _trials_cost_nothing, "model, never right"
     ),
 }

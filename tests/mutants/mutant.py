@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,5 +12,5 @@ class Mutant:
 
     owner: Any
     attribute: str
-    replacement: Callable[..., Any]
+    replacement: Any
     broken_rule: str

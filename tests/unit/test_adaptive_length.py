@@ -13,10 +13,11 @@ from unittest import mock
 
 import pytest
 
-from mvllm.core.spec.adaptive_length import AdaptiveLength
+from mvllm.core.spec.adaptive_length import FIRST_SAVINGS, TRIAL_SHARE, AdaptiveLength
 from mvllm.core.spec.draft_length import DraftDemand, DraftLengthPolicy, FixedLength
 from mvllm.core.spec.length_policies import create_policy
 from mvllm.core.types import RequestId
+from tests.models.speculation_table import TODAY, agreement_by_read, lookup_costs, model_costs
 from tests.models.speculation_world import (
     Costs,
     Run,
@@ -24,7 +25,9 @@ from tests.models.speculation_world import (
     copied_text,
     even_text,
     joined,
+    read_text,
     simulate,
+    told_text,
 )
 from tests.mutants.adaptive_length import MUTANTS
 
@@ -66,6 +69,25 @@ DEAR, STEEP, JUMP = (
 )
 
 
+def batched(rows: int, tokens: int) -> float:
+    """Eight rows keep two cores busy: each draft takes its time."""
+    return 0.150 + 0.014 * (tokens - 8)
+
+
+MEASURED = model_costs(TODAY)
+BATCHED = replace(MEASURED, forward=batched, draft_pass=lambda rows: 0.02 + 0.004 * rows)
+
+
+def streaks(chance: float, seed: int, length: int = LENGTH) -> Text:
+    return even_text(length, chance, seed, runs=0.4)
+
+
+def bad_beginning(seed: int) -> Text:
+    """How an answer with code began: more words around it than the drafter expects, then it is copied."""
+    begins = [value == "1" for value in "11100010110111110001111111111001101110110000"]
+    return joined(told_text(begins), streaks(0.9, seed, LENGTH - len(begins)))
+
+
 @dataclass(frozen=True)
 class World:
     costs: Costs
@@ -73,9 +95,11 @@ class World:
     rows: int = 1
     near: float = 0.95  # share of the best constant length's rate that is wanted
 
+    prompt: int = 100
+
     def run(self, policy: DraftLengthPolicy, *, seed: int = 0, **changes: float) -> Run:
         texts = [self.text(10 * seed + row) for row in range(self.rows)]
-        return simulate(policy, texts, replace(self.costs, **changes), seed=seed)
+        return simulate(policy, texts, replace(self.costs, **changes), prompt=self.prompt, seed=seed)
 
 
 WORLDS = {
@@ -96,6 +120,14 @@ WORLDS = {
     "eight rows, free drafts": World(FREE, lambda seed: even_text(300, 0.8, seed), rows=8),
     "eight rows, never right": World(MODEL, lambda seed: even_text(300, 0.0, seed), rows=8),
     "eight rows, copies": World(FREE, lambda seed: copied_text(300, 0.8, 40, seed), rows=8),
+    # A draft model that reads 64 tokens before it begins, which takes as long as three steps.
+    "reads first, often right": World(MEASURED, lambda seed: streaks(0.87, seed), prompt=850),
+    "reads first, learns": World(
+        MEASURED, lambda seed: read_text(LENGTH, agreement_by_read, seed, runs=0.4), prompt=850
+    ),
+    "reads first, a coin's toss": World(MEASURED, lambda seed: streaks(0.5, seed), prompt=850),
+    "reads first, begins badly": World(MEASURED, lambda seed: bad_beginning(seed), prompt=850),
+    "reads first, eight rows": World(BATCHED, lambda seed: streaks(0.87, seed, 128), rows=8, prompt=850),
 }
 
 
@@ -108,7 +140,7 @@ def comes_near_the_best(world: World) -> None:
     constants = {length: world.run(FixedLength(length)).rate for length in CONSTANTS}
     adaptive = world.run(AdaptiveLength()).rate
     assert adaptive >= world.near * max(constants.values())
-    assert adaptive >= 0.985 * constants[0]
+    assert adaptive >= 0.98 * constants[0]  # of 500 tokens 5 and 3 may be lost by trials
 
 
 @pytest.mark.parametrize("name", ["model, nearly always right", "model, never right", "copies, long"])
@@ -184,6 +216,32 @@ def test_l8_drafting_that_cannot_pay_falls_to_zero_and_the_loss_is_bounded() -> 
     assert sum(length > 0 for [length] in run.lengths[50:]) <= 0.03 * len(run.lengths)
     fixed = simulate(create_policy("fixed"), [text], costs)
     assert fixed.rate < 0.6 * plain.rate
+
+
+def test_a_new_drafter_is_tried_with_one_row_until_its_cost_is_known() -> None:
+    texts = [even_text(100, 0.9, row) for row in range(4)]
+    run = simulate(AdaptiveLength(), texts, replace(MEASURED, forward=memory_bound), prompt=850)
+    assert run.lengths[:3] == [[0, 0, 0, 0], [2, 0, 0, 0], [2, 0, 0, 0]], "read; and a pass by itself"
+    assert all(run.lengths[3])
+
+
+def test_a_drafter_that_is_always_wrong_loses_what_was_set_aside_for_trials_and_no_more() -> None:
+    for costs in (MODEL, MEASURED, lookup_costs(TODAY)):
+        text = even_text(1000, 0.0, 7)
+        plain, run = (simulate(policy, [text], costs) for policy in (FixedLength(0), AdaptiveLength()))
+        token = plain.seconds / 1000
+        entry = costs.catch_up * 64 + 2 * costs.draft_pass(1)  # what nobody could know
+        assert run.seconds - plain.seconds <= entry + token * (FIRST_SAVINGS + TRIAL_SHARE * 1000 + 1)
+
+
+def test_a_row_whose_drafts_have_brought_something_is_given_up_later() -> None:
+    def drafting_steps(text: Text) -> int:
+        run = simulate(AdaptiveLength(), [text], MEASURED)
+        return sum(length > 0 for [length] in run.lengths)
+
+    good, bad = streaks(0.95, 1, 200), even_text(200, 0.0, 1)
+    new, proven = drafting_steps(bad), drafting_steps(joined(good, bad)) - drafting_steps(good)
+    assert 5 <= new < 15 <= proven < 40
 
 
 CHECKS: dict[str, Callable[[], None]] = {
