@@ -30,11 +30,9 @@ from mvllm.backends.cpu.pointers import emit_call
 from mvllm.backends.cpu.vector import (
     F16,
     F32,
-    I8,
     I16,
     I32,
     I64,
-    VOID,
     Emitter,
     Value,
     constant,
@@ -78,7 +76,6 @@ _SUMS = 12 if _ISA.lanes < TILE else 24  # vector registers for running sums
 _FLOATS = vector(F32, TILE)
 _VECTOR_BYTES = 4 * TILE
 _COUNT = 8  # offset in a unit
-_READ, _SECOND_LEVEL, _DATA = 0, 2, 1  # arguments of llvm.prefetch
 _RUNS_AT_ONCE = 2  # what lies between loading and storing sums; more would not stay in the first-level cache
 _UNROLL = 2  # components or positions of a round
 
@@ -86,13 +83,6 @@ _UNROLL = 2  # components or positions of a round
 def _at_once(width: int) -> int:
     """Vectors of TILE positions or columns that `width` query rows have registers for, at most 2."""
     return min(2, max(1, _SUMS * _ISA.lanes // (width * TILE)))
-
-
-def _prefetch(emitter: Emitter, address: Value, num_bytes: int) -> None:
-    """Ask for lines in the second-level cache: its queue of pending lines is longer than the first's."""
-    for line in range(0, num_bytes, LINE_BYTES):
-        pointer = emitter.builder.inttoptr(emitter.offset(address, line), I8.as_pointer())
-        emitter.call("llvm.prefetch.p0", VOID, pointer, I32(_READ), I32(_SECOND_LEVEL), I32(_DATA))
 
 
 def _unit(emitter: Emitter, table: Value, index: Value) -> Value:
@@ -167,7 +157,7 @@ def _emit_scores(
         at = emitter.times(index, _UNROLL * row_bytes)
         query = emitter.offset(queries, emitter.times(index, 4 * _UNROLL * width))
         for unit in fetched:
-            _prefetch(emitter, emitter.offset(unit, at), _UNROLL * row_bytes)
+            emitter.prefetch(emitter.offset(unit, at), _UNROLL * row_bytes)
         for component in range(_UNROLL):
             factors = [
                 partial(emitter.load_splat, F32, _LANES, query, 4 * (component * width + row))
@@ -359,7 +349,7 @@ def _emit_weighted_sums(
             at = emitter.offset(values, emitter.times(first, value_stride))
             done = emitter.times(first, vectors * column_bytes)
             for unit in fetched:
-                _prefetch(emitter, emitter.offset(unit, done), number * vectors * column_bytes)
+                emitter.prefetch(emitter.offset(unit, done), number * vectors * column_bytes)
             weight = emitter.offset(own_weights, emitter.times(first, 4))
             for position in range(number):
                 factors = [
