@@ -32,7 +32,7 @@ from mvllm.bench.experiments.speculation.runs import (
 from mvllm.bench.experiments.speculation.workload import WORKLOADS, prompt_ids
 from mvllm.bench.peers.foreign_load import ForeignLoad
 from mvllm.core.load.checkpoint import load_checkpoint
-from mvllm.core.spec.length_policies import create_policy
+from mvllm.core.spec.length_policies import POLICIES, create_policy
 from mvllm.core.types import TokenId
 
 PARTS = ("policies", "lengths", "concurrent", "coupling", "report")
@@ -46,6 +46,7 @@ PARTS = ("policies", "lengths", "concurrent", "coupling", "report")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
 @click.option("--parts", default=",".join(PARTS), show_default=True, help="What to do, with commas.")
 @click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="Prompts, with commas.")
+@click.option("--policies", default=",".join(POLICIES), show_default=True, help="With commas.")
 @click.option("--tokens", default=512, show_default=True, help="Output tokens of a request.")
 @click.option("--repeats", default=3, show_default=True, help="Pairs of runs for each policy.")
 @click.option(
@@ -70,6 +71,7 @@ def main(
     out: Path,
     parts: str,
     workloads: str,
+    policies: str,
     tokens: int,
     repeats: int,
     lengths: str,
@@ -91,7 +93,7 @@ def main(
         for repeat in range(repeats):
             if "policies" in wanted:
                 for name in names:
-                    planned += policy_runs(drafter, name, tokens, repeat)
+                    planned += policy_runs(drafter, name, policies.split(","), tokens, repeat)
             if "concurrent" in wanted:
                 planned += concurrent_runs(drafter, requests, request_tokens, repeat)
         if "lengths" in wanted:

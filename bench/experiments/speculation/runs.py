@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,11 @@ class Pair:
         return self.plain.ids_sha256 == self.drafted.ids_sha256
 
 
-def policy_runs(drafter: str, workload: str, num_tokens: int, repeat: int) -> Iterator[Run]:
-    """One request, every policy."""
-    for policy in POLICIES:
+def policy_runs(
+    drafter: str, workload: str, policies: Sequence[str], num_tokens: int, repeat: int
+) -> Iterator[Run]:
+    """One request, each policy."""
+    for policy in policies:
         yield Run(drafter, policy, None, workload, 1, num_tokens, WORKLOADS[workload], repeat)
 
 
