@@ -166,12 +166,12 @@ class Factors:
         return self._emitter.offset(record, self._emitter.times(self._lane, size))
 
 
-NUM_FACTOR_PAIRS = 3
-ZEROS = 2
+ZEROS, NUM_FACTOR_PAIRS = 2, 3
+"""Of `factor_pairs`: the index of zero times the factors, which follow the halves', and the number of all."""
 
 
 def factor_pairs(emitter: Emitter, layout: QuantLayout, factors: list[Value]) -> list[Value]:
-    """Int32 factors of a group's halves -> int16 pairs: each twice, and as ZEROS zero times each."""
+    """Int32 factors of a group's halves -> int16 pairs: each twice, then zero times each."""
     builder, lanes = emitter.builder, factors[0].type.count
 
     def pair(low: Value, high: Value) -> Value:
@@ -268,9 +268,7 @@ def emit_tile(
         )
         position = emitter.times(index, records.record_bytes)
         product = GroupProduct(emitter, isa, layout, records, weights)
-        by_token = [sums[t * blocks : (t + 1) * blocks] for t in range(tokens)]
-        rows = product.add_to(by_token, [emitter.offset(act, position) for act in acts])
-        return [sum_ for row in rows for sum_ in row]
+        return product.add_to(sums, [emitter.offset(act, position) for act in acts])
 
     zeros = [constant(F32, isa.lanes, 0.0)] * (tokens * blocks)
     sums = for_each_group(emitter, isa, layout, factors, starts, groups, zeros, group)
@@ -312,18 +310,15 @@ class GroupProduct:
     records: ActivationLayout
     weights: GroupWeights
 
-    def add_to(self, sums: list[list[Value]], tokens: list[Value]) -> list[list[Value]]:
-        """`sums[token][block]` with the group added; `tokens` are the addresses of its activation records."""
+    def add_to(self, sums: list[Value], tokens: list[Value]) -> list[Value]:
+        """`sums`, float32[lanes] for each token and in it each row block, with the group added; `tokens` are
+        the addresses of its activation records."""
         dots = self.isa.dot(self.emitter, self._operands(tokens))
-        results = []
-        for row, dot, record in zip(sums, dots, tokens, strict=True):
+        results, before = [], iter(sums)
+        for row, record in zip(dots, tokens, strict=True):
             scale = self._load_splat(F32, record, SCALE_OFFSET)
-            results.append(
-                [
-                    self._accumulate(exact, block, scale, record, sum_)
-                    for block, (exact, sum_) in enumerate(zip(dot, row, strict=True))
-                ]
-            )
+            for block, dot in enumerate(row):
+                results.append(self._accumulate(dot, block, scale, record, next(before)))
         return results
 
     def _accumulate(self, dot: Value, block: int, scale: Value, record: Value, sum_: Value) -> Value:

@@ -54,7 +54,7 @@ any format."""
 
 @dataclass(frozen=True)
 class Scratch:
-    """Numbers of the vectors in the unpacked form of a group of one row block."""
+    """The unpacked form of a group of one row block, a sequence of vectors."""
 
     lanes: int
     layout: QuantLayout
@@ -63,15 +63,22 @@ class Scratch:
     @property
     def has_halves(self) -> bool:
         """Factors of halves are apart from the words."""
-        return self.layout.scales > 1 and not self.records.is_wide
+        return self.layout.scales > 1 and not self.is_centred
 
     @property
-    def halves(self) -> int:
+    def is_centred(self) -> bool:
+        """Words are (code - zero) times the factor of their half."""
+        return self.layout.scales > 1 and self.records.is_wide
+
+    @property
+    def first_half(self) -> int:
+        """Index of the first of the vectors for the halves."""
         return 1 + self.layout.has_bias
 
     @property
-    def words(self) -> int:
-        return self.halves + NUM_FACTOR_PAIRS * self.has_halves
+    def first_word(self) -> int:
+        """Index of the first vector of codes."""
+        return self.first_half + NUM_FACTOR_PAIRS * self.has_halves
 
     @property
     def vector_bytes(self) -> int:
@@ -79,7 +86,7 @@ class Scratch:
 
     @property
     def block_bytes(self) -> int:
-        return self.vector_bytes * (self.words + self.records.words)
+        return self.vector_bytes * (self.first_word + self.records.words)
 
 
 def emit_unpack(
@@ -109,7 +116,7 @@ def emit_unpack(
             words = [load_word(emitter, isa, layout, records, record, n) for n in range(records.words)]
             if unpacked.has_halves:
                 values += factor_pairs(emitter, layout, halves)
-            elif halves:
+            elif unpacked.is_centred:
                 words = _times_factors(emitter, layout, words, halves)
             to = emitter.offset(target, emitter.times(index, blocks * unpacked.block_bytes))
             for position, value in enumerate(values + words):
@@ -127,11 +134,11 @@ def _times_factors(
     emitter: Emitter, layout: QuantLayout, words: list[Value], factors: list[Value]
 ) -> list[Value]:
     """Wide words of codes -> of (code - zero) times the factor of their half, int16."""
-    builder, results = emitter.builder, []
-    pairs = [vector(I16, words[0].type.count // 2)] * len(words)
-    by_half = [builder.bitcast(pair, pairs[0]) for pair in factor_pairs(emitter, layout, factors)[:2]]
-    for number, (word, type_) in enumerate(zip(words, pairs, strict=True)):
-        centred = builder.sub(builder.bitcast(word, type_), constant(I16, type_.count, layout.zero))
+    builder, pairs = emitter.builder, vector(I16, words[0].type.count // 2)
+    by_half = [builder.bitcast(pair, pairs) for pair in factor_pairs(emitter, layout, factors)[:ZEROS]]
+    results = []
+    for number, word in enumerate(words):
+        centred = builder.sub(builder.bitcast(word, pairs), constant(I16, pairs.count, layout.zero))
         product = builder.mul(centred, by_half[2 * number // len(words)])
         results.append(builder.bitcast(product, word.type))
     return results
@@ -172,22 +179,20 @@ def emit_panel_tile(
 
         # Loaded where they are used: there are not enough registers to hold them.
         halves = HalfFactors(
-            lambda block, half: load(ints, block, unpacked.halves + half),
-            lambda block: load(ints, block, unpacked.halves + ZEROS),
+            lambda block, half: load(ints, block, unpacked.first_half + half),
+            lambda block: load(ints, block, unpacked.first_half + ZEROS),
         )
         weights = GroupWeights(
             blocks,
-            lambda block, word: load(codes, block, unpacked.words + word),
+            lambda block, word: load(codes, block, unpacked.first_word + word),
             lambda block: load(floats, block, 0),
             lambda block: load(floats, block, 1) if layout.has_bias else None,
             halves if unpacked.has_halves else None,
-            0 if layout.scales > 1 and records.is_wide else layout.zero,
+            0 if unpacked.is_centred else layout.zero,
         )
         position = emitter.times(index, records.record_bytes)
         product = GroupProduct(emitter, isa, layout, records, weights)
-        by_token = [sums[t * blocks : (t + 1) * blocks] for t in range(tokens)]
-        rows = product.add_to(by_token, [emitter.offset(act, position) for act in acts])
-        return [sum_ for row in rows for sum_ in row]
+        return product.add_to(sums, [emitter.offset(act, position) for act in acts])
 
     sums = emit_start_sums(emitter, isa, blocks, outs, is_first)
     sums = emitter.loop(groups, sums, group)
