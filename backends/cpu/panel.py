@@ -23,7 +23,7 @@ class Form:
 
     inputs_per_step: int
     activation_step_bytes: int
-    row_blocks: int  # of a tile of one token in the form of rows
+    row_blocks: int  # that the form of rows takes at once
     tile_blocks: int  # row blocks of a tile
     tile_tokens: int  # of the largest tile
     panel: PanelShape

@@ -26,30 +26,19 @@ def _emit_tile(
     isa_name: str,
     activation_name: str,
     tokens: Value,
-    weights: Value,
-    block_stride: Value,
-    activations: Value,
-    activation_stride: Value,
-    out: Value,
-    out_block_stride: Value,
-    out_stride: Value,
-    steps: Value,
+    *addresses_and_sizes: Value,
 ) -> None:
     isa, records = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name]
     form = form_of(format_name, isa, records)
-    source, target = (activations, activation_stride, out), (out_stride, steps)
 
     def emit_dense(count: int) -> None:
-        layout = DENSE[format_name]
-        dense_kernels.emit_dense_tile(
-            emitter, isa, layout, form.tile_blocks, count, weights, block_stride, *source, *target
-        )
+        *source_and_out, _, out_stride, steps = addresses_and_sizes  # row blocks adjoin in `out`
+        values = [*source_and_out, out_stride, steps]
+        dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], form.tile_blocks, count, *values)
 
     def emit_quantized(count: int) -> None:
         layout, size = QUANTIZED[format_name], (form.tile_blocks, count)
-        quantized_kernels.emit_tile(
-            emitter, isa, layout, records, *size, weights, block_stride, *source, out_block_stride, *target
-        )
+        quantized_kernels.emit_tile(emitter, isa, layout, records, *size, *addresses_and_sizes)
 
     if format_name in DENSE:
         emit_for_count(emitter, tokens, form.tile_tokens, emit_dense)
@@ -113,8 +102,7 @@ multiply_tile = emitted(_emit_tile, 9, num_names=3)
 tokens, weights, block_stride, activations, activation_stride, out, out_block_stride, out_stride, steps)."""
 
 multiply_rows = emitted(_emit_rows, 5, num_names=3)
-"""`row_blocks` row blocks times one token, as (names, weights, block_stride, activations,
-out, steps)."""
+"""`row_blocks` row blocks times one token, as (names, weights, block_stride, activations, out, steps)."""
 
 unpack_panel = emitted(_emit_unpack, 4, num_names=3)
 """Unpack a chunk of a panel, as (names, weights, block_stride, scratch, steps)."""
