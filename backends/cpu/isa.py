@@ -63,6 +63,8 @@ class Operands:
 Dots = list[list[Value]]
 """int32[lanes] for each token and row block: `dots[token][block]`."""
 
+Dot = Callable[[Emitter, Operands], Dots]
+
 
 @dataclass(frozen=True)
 class Isa:
@@ -74,11 +76,11 @@ class Isa:
 
     name: str
     lanes: int
-    max_tokens: int  # tokens of the largest tile
+    max_tokens: int  # tokens of the largest tile, panels apart
     register: str | None  # inline-assembly constraint of a vector register, None: don't pin
     features: frozenset[str]  # LLVM feature names that the emitted code needs
     native_half: bool  # the hardware converts float16 vectors
-    dot: Callable[[Emitter, Operands], Dots]
+    dot: Dot
 
 
 def half_to_float(emitter: Emitter, isa: Isa, half: Value) -> Value:
@@ -125,10 +127,7 @@ def _minus_zeros(emitter: Emitter, operands: Operands) -> Dots:
     return dots
 
 
-_Dot = Callable[[Emitter, Operands], Dots]
-
-
-def _by_halves(dot: _Dot) -> _Dot:
+def _by_halves(dot: Dot) -> Dot:
     """`dot`, which knows no factors, for operands that may have them."""
 
     def scaled(emitter: Emitter, operands: Operands) -> Dots:
@@ -144,6 +143,12 @@ def _by_halves(dot: _Dot) -> _Dot:
         return _add_dots(emitter, *sums)
 
     return scaled
+
+
+def _add_dots(emitter: Emitter, x: Dots, y: Dots) -> Dots:
+    return [
+        [emitter.builder.add(*both) for both in zip(*rows, strict=True)] for rows in zip(x, y, strict=True)
+    ]
 
 
 def _half(emitter: Emitter, operands: Operands, half: int) -> Operands:
@@ -235,12 +240,6 @@ def _minus_scaled_zeros_avx2(emitter: Emitter, operands: Operands, halves: HalfF
     return dots
 
 
-def _add_dots(emitter: Emitter, x: Dots, y: Dots) -> Dots:
-    return [
-        [emitter.builder.add(*both) for both in zip(*rows, strict=True)] for rows in zip(x, y, strict=True)
-    ]
-
-
 def _dot_avx2_signed(emitter: Emitter, operands: Operands) -> Dots:
     """8-bit codes: unsigned products would overflow 16 bits, so the sign moves to the activation."""
     assert operands.zero in (0, 128)
@@ -296,10 +295,11 @@ def _dot_portable(emitter: Emitter, operands: Operands) -> Dots:
             return builder.ashr(top, constant(I32, ints.count, 32 - bits))
 
         for position in range(0, 32, bits):
-            shifted = builder.lshr(packed, constant(I32, ints.count, position))
-            weight = builder.and_(shifted, constant(I32, ints.count, (1 << bits) - 1))
             if operands.is_wide:  # codes times a factor have a sign
                 weight = part_of(packed, position)
+            else:
+                shifted = builder.lshr(packed, constant(I32, ints.count, position))
+                weight = builder.and_(shifted, constant(I32, ints.count, (1 << bits) - 1))
             total = builder.add(total, builder.mul(weight, part_of(activation, position)))
         return total
 
