@@ -317,6 +317,7 @@ def _attend_span(work_address: Any, start: Any, stop: Any, states: Any) -> Any:
         tiles = _list_tiles(work_address, start, stop)
     else:
         _score_assembled(work_address, start, stop)
+    # Runs follow the tiles in one table, as the last tiles prefetch the first values.
     runs = w.units + tiles * UNIT_BYTES
     num_runs = _list_runs(work_address, runs, begin, end)
     _list_ahead(work_address, runs, num_runs, stop)

@@ -8,7 +8,7 @@ Quantized row block, for each superblock of 32 * `superblock` inputs:
     super scales   float16[lanes]                    only if superblock > 1
     super biases   float16[lanes]                    only if superblock > 1 and with a bias
     then per group of 32 inputs:
-    scales         factors[lanes], or int8[32 / group_size][lanes] if superblock > 1
+    scales         factors[lanes], or int8[scales][lanes] if superblock > 1
     biases         factors[lanes], or int8[lanes] if superblock > 1; only with a bias
     codes          see below
 

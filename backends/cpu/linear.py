@@ -181,7 +181,7 @@ def _make_matmul(
         parts = (tokens + at_once - 1) // at_once
         start = 0
         while start < tokens:
-            # Even parts: a panel's tile has at least two tokens.
+            # Even parts, so that tiles have at least two tokens.
             stop = start + (tokens - start + parts - 1) // parts
             parts -= 1
             if by_panels:
@@ -237,7 +237,7 @@ def _make_matmul(
                                 lines = 0
             else:
                 for block in range(first_block, last_block, tile_blocks):
-                    # Without a neighbour a row block takes its place too.
+                    # A row block without a neighbour is computed in its place too: strides of 0.
                     is_whole = block + tile_blocks <= last_block
                     token = start
                     while token < stop:
