@@ -66,7 +66,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._forward = ForwardCosts()
         self._draft = DraftCosts()
         self._rows: dict[RequestId, _Row] = {}
-        self._savings = FIRST_SAVINGS
+        self._savings = FIRST_SAVINGS  # tokens that trials of all rows may lose now
         self._catching_up = 0.0  # seconds spent for rows that have had no draft since
         self._since_plain = 0  # steps with drafts since the last one without
 
@@ -148,7 +148,9 @@ class AdaptiveLength(DraftLengthPolicy):
         each = self._draft.pass_seconds(1) + self._forward.seconds(num_rows, num_tokens + 1) - without
         # A row that was expensive to catch up should tell more than one outcome, a new drafter more than
         # what a single draft takes.
-        length = max(1 + int(catch_up / each) if each > 0.0 else 1, 1 if self._draft.known else FIRST_TRIAL)
+        length = 1 if self._draft.known else FIRST_TRIAL
+        if each > 0.0:
+            length = max(length, 1 + int(catch_up / each))
         length = min(length, MAX_TRIAL, self._cap(uncertain))
         forward = self._forward.seconds(num_rows, num_tokens + length) - without
         seconds = catch_up + length * self._draft.pass_seconds(1) + forward

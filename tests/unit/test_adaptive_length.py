@@ -94,8 +94,7 @@ class World:
     text: Callable[[int], Text]  # by seed
     rows: int = 1
     near: float = 0.95  # share of the best constant length's rate that is wanted
-
-    prompt: int = 100
+    prompt: int = 100  # tokens
 
     def run(self, policy: DraftLengthPolicy, *, seed: int = 0, **changes: float) -> Run:
         texts = [self.text(10 * seed + row) for row in range(self.rows)]
@@ -126,7 +125,7 @@ WORLDS = {
         MEASURED, lambda seed: read_text(LENGTH, agreement_by_read, seed, runs=0.4), prompt=850
     ),
     "reads first, a coin's toss": World(MEASURED, lambda seed: streaks(0.5, seed), prompt=850),
-    "reads first, begins badly": World(MEASURED, lambda seed: bad_beginning(seed), prompt=850),
+    "reads first, begins badly": World(MEASURED, bad_beginning, prompt=850),
     "reads first, eight rows": World(BATCHED, lambda seed: streaks(0.87, seed, 128), rows=8, prompt=850),
 }
 
