@@ -419,12 +419,14 @@ def emit_quantize(
         scaled = builder.fmul(values, emitter.splat(inverse, GROUP))
         rounded = builder.bitcast(builder.fadd(scaled, constant(F32, GROUP, ROUND_TO_INTEGER)), ints)
         codes = builder.sub(rounded, constant(I32, GROUP, ROUND_TO_INTEGER_BITS))
+        # What becomes of NaN is cut down first: sums have to be those of the codes for all forms to agree.
+        code_type = vector(I16 if layout.is_wide else I8, GROUP)
+        codes = builder.sext(builder.trunc(codes, code_type), ints)
         low_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2)))
         high_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2, GROUP)))
         total = builder.add(low_sum, high_sum)
         if layout.is_wide:
             codes = emitter.shuffle(codes, [quad + i for quad in range(0, GROUP, 4) for i in (0, 2, 1, 3)])
-        code_type = vector(I16 if layout.is_wide else I8, GROUP)
         emitter.store(builder.trunc(codes, code_type), record, ACTIVATION_CODES_OFFSET)
         emitter.store(scale, record, SCALE_OFFSET)
         emitter.store(builder.fmul(scale, builder.sitofp(total, F32)), record, SCALED_SUM_OFFSET)

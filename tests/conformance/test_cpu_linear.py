@@ -226,6 +226,23 @@ def test_an_unusable_input_makes_its_own_token_not_finite_and_no_other(format_na
     assert np.array_equal(got[[0, 2]], good[[0, 2]])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("layout", [NARROW, WIDE], ids=lambda layout: layout.name)
+def test_all_forms_make_the_same_of_an_unusable_input(layout: ActivationLayout, bad: float) -> None:
+    """Q6_K: only some of its forms use the sums of the activations."""
+    rng = np.random.default_rng(12)
+    matrix = packed(random_weight("Q6_K", 3 * SELECTED.lanes, 256, rng), SELECTED)
+    x = rng.standard_normal((2, 256), np.float32)
+    x[:, 40] = bad
+    acts = activations(x, matrix, layout)
+    records = acts.view(RECORDS[layout])
+    assert np.array_equal(records["minus_sum"], -codes_of(records).sum(-1))
+    alone = product(matrix, acts[:1], layout=layout)
+    for panels_from in (2, 3):
+        got = product(matrix, acts, layout=layout, panels_from=panels_from)
+        assert np.array_equal(got[:1], alone, equal_nan=True)
+
+
 def test_packed_matrices_start_on_cache_lines_and_say_what_they_are() -> None:
     rng = np.random.default_rng(8)
     arena = Arena()
