@@ -14,7 +14,7 @@ from mvllm.core.spec.draft_length import (
     DraftResult,
     SpeculationStep,
 )
-from mvllm.core.spec.step_costs import SMALL_CATCH_UP, DraftCosts, ForwardCosts
+from mvllm.core.spec.step_costs import CLIP, SMALL_CATCH_UP, DraftCosts, ForwardCosts
 from mvllm.core.types import RequestId
 
 DEFAULT_ADAPTIVE_MAX = 16
@@ -210,14 +210,23 @@ class AdaptiveLength(DraftLengthPolicy):
         asked = [result for result in results if self._rows[result.id].asked > 0]
         num_drafts = sum([result.proposed for result in asked])
         forward = self._forward.seconds(num_rows, num_rows + num_drafts) - plain
-        # What a drafter takes at first, nobody can know before.
-        drafting = step.draft_seconds / len(asked) if asked and self._draft.known else 0.0
+        drafting = self._drafting_seconds(step, asked) / max(len(asked), 1)
         for result in asked:
             seconds = drafting + forward * result.proposed / max(num_drafts, 1)
             row = self._rows[result.id]
             row.earned += result.accepted - seconds / plain * num_rows
             self._savings += min(row.earned, 0.0)
             row.earned = min(max(row.earned, 0.0), MAX_SAVINGS)
+
+    def _drafting_seconds(self, step: SpeculationStep, asked: Sequence[DraftResult]) -> float:
+        """What drafting took, but not far beyond what was to be expected: otherwise one step that was held up
+        could use up what is saved in thousands. What a drafter takes at first, nobody can know before."""
+        if not asked or not self._draft.known:
+            return 0.0
+        rows = [self._rows[result.id] for result in asked]
+        num_behind = sum([row.num_behind for row in rows if row.num_behind > SMALL_CATCH_UP])
+        passes = max([row.asked for row in rows]) * self._draft.pass_seconds(len(rows))
+        return min(step.draft_seconds, CLIP * (self._draft.catch_up_seconds() * num_behind + passes))
 
     def release(self, id: RequestId) -> None:
         self._rows.pop(id, None)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from mvllm.core.spec.adaptive_length import FIRST_SAVINGS, TRIAL_SHARE, AdaptiveLength
-from mvllm.core.spec.draft_length import DraftDemand, DraftLengthPolicy, FixedLength
+from mvllm.core.spec.draft_length import DraftDemand, DraftLengthPolicy, FixedLength, SpeculationStep
 from mvllm.core.spec.length_policies import create_policy
 from mvllm.core.types import RequestId
 from tests.models.speculation_table import TODAY, agreement_by_read, lookup_costs, model_costs
@@ -167,6 +167,25 @@ def test_it_starts_again_when_the_text_changes_for_the_better() -> None:
     lengths = [row for [row] in world.run(AdaptiveLength()).lengths]
     start = next(index for index in range(380, len(lengths)) if min(lengths[index : index + 5]) > 0)
     assert start < 400 + 120
+
+
+def test_one_step_that_took_far_too_long_does_not_end_all_trials() -> None:
+    class Disturbed(AdaptiveLength):
+        """Its sixth step with drafts is held up for a minute."""
+
+        steps = 0
+
+        def observe(self, step: SpeculationStep) -> None:
+            self.steps += step.draft_seconds > 0.0
+            if self.steps == 6 and step.draft_seconds > 0.0:
+                step = replace(step, draft_seconds=60.0)
+            super().observe(step)
+
+    text = joined(even_text(200, 0.0, 1), even_text(600, 0.9, 1))
+    policy = Disturbed()
+    lengths = [row for [row] in simulate(policy, [text], MODEL).lengths]
+    assert policy.steps > 6
+    assert any(min(lengths[index : index + 5]) > 0 for index in range(200, 320))
 
 
 def test_with_a_free_drafter_it_starts_again_within_a_few_steps() -> None:
