@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -92,6 +94,48 @@ def _random_affine(format_name: str, rows: int, inputs: int, rng: np.random.Gene
         for _ in range(2)
     )
     return AffineWeight(format_name, format, codes, scales, biases)
+
+
+def extreme_weight(format_name: str, rows: int, inputs: int, rng: np.random.Generator) -> HostWeight:
+    """Codes and integer factors at the ends of their ranges, float factors of 1 or -1, biases among them.
+
+    In the first four rows all codes are alike, as are all factors; GGUF and MLX formats only.
+    """
+    ends = (0, 255)
+    if format_name in MLX_FORMATS:
+        affine = _random_affine(format_name, rows, inputs, rng)
+        codes = rng.choice(ends, (rows, 4 * affine.stored.shape[1])).astype(np.uint8)
+        codes[:4] = np.resize(ends, (4, 1))
+        scale_type = format_name.rpartition("_")[-1]
+        scales, biases = (
+            to_dense_type(rng.choice((-1.0, 1.0), affine.scales.shape).astype(np.float32), scale_type)
+            for _ in range(2)
+        )
+        return replace(affine, stored=codes.view(np.uint32), scales=scales, biases=biases)
+    format = QUANT_FORMATS[format_name]
+    shape = (rows, inputs // format.block_size)
+    blocks = rng.choice(ends, (*shape, format.block_bytes)).astype(np.uint8)
+    blocks[:4] = np.resize(ends, (4, 1, 1))
+    if format_name == "Q6_K":
+        factors = rng.choice((-128, 127), (*shape, 16)).astype(np.int8)
+        factors[:4] = np.reshape((-128, -128, 127, 127), (4, 1, 1))
+        blocks[..., 192:208] = factors.view(np.uint8)
+    for offset in _HALF_OFFSETS.get(format_name, (0,)):
+        ones = rng.choice((-1.0, 1.0), (*shape, 1)).astype(np.float16)
+        blocks[..., offset : offset + 2] = ones.view(np.uint8)
+    return QuantizedWeight(format_name, format, blocks.reshape(rows, -1))
+
+
+def without_biases(weight: HostWeight) -> HostWeight:
+    """The same codes and scales."""
+    if isinstance(weight, AffineWeight):
+        return replace(weight, biases=np.zeros_like(weight.biases))
+    offsets = _HALF_OFFSETS.get(weight.format_name, (0,))
+    if not isinstance(weight, QuantizedWeight) or len(offsets) == 1:
+        return weight
+    blocks = weight.stored.copy().reshape(-1, weight.format.block_bytes)
+    blocks[:, offsets[1] : offsets[1] + 2] = 0
+    return replace(weight, stored=blocks.reshape(weight.stored.shape))
 
 
 def packed(weight: HostWeight, isa: Isa) -> PackedMatrix:

@@ -18,16 +18,18 @@ from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, WIDE, Act
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
 from mvllm.core.load.mlx_format import MLX_FORMATS
 from mvllm.core.load.quantized import QUANT_FORMATS
-from mvllm.core.load.weights import DENSE_DTYPES, AffineWeight, DenseWeight, QuantizedWeight
+from mvllm.core.load.weights import DENSE_DTYPES, AffineWeight, DenseWeight, HostWeight, QuantizedWeight
 from tests.cpu_matrices import (
     FORMATS,
     RECORDS,
     activation_values,
     activations,
     codes_of,
+    extreme_weight,
     packed,
     product,
     random_weight,
+    without_biases,
 )
 from tests.mutants.cpu_linear import emit_panel_tile_without_earlier_chunks, emit_tile_unfused_for_batches
 
@@ -70,6 +72,46 @@ def test_products_are_those_of_the_exact_weights_and_the_rounded_activations(
         assert np.array_equal(got, product(matrix, acts, layout=layout, panels_from=len(acts) + 1))
         assert np.abs(got[:, : matrix.rows] - expected).max() < 1e-5 * np.abs(expected).max()
         assert not got[:, matrix.rows :].any(), "padding rows are zero"
+
+
+def _exact_product(weight: HostWeight, codes: NDArray[np.int64]) -> NDArray[np.float32]:
+    """float32[tokens, rows] as `quantized_kernels` defines it, for activations of scale 1 and a weight whose
+    float factors are 1 or -1."""
+    plain = without_biases(weight).to_float32().astype(np.float64)
+    biases = weight.to_float32().astype(np.float64) - plain
+    sums = np.zeros((len(codes), len(plain)), np.float32)
+    for start in range(0, codes.shape[1], GROUP):
+        group = slice(start, start + GROUP)
+        dots = codes[:, group] @ plain[:, group].T  # integers far below 2**53
+        if weight.format_name not in ("Q4_K", "Q5_K"):  # whose scales follow the rounding to float32
+            dots = dots.astype(np.float32).astype(np.float64)
+        # Sums in float64 of these are exact, so each of the two roundings is that of an fma.
+        sums = (sums + dots).astype(np.float32)
+        sums = (sums + codes[:, group].sum(1)[:, None] * biases[:, start]).astype(np.float32)
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("isa", "format_name", "layout"),
+    [case for case in PRODUCTS if case[1] not in DENSE],
+    ids=[f"{isa.name}-{name}-{layout.name}" for isa, name, layout in PRODUCTS if name not in DENSE],
+)
+def test_nothing_overflows_at_the_ends_of_all_ranges(
+    isa: Isa, format_name: str, layout: ActivationLayout
+) -> None:
+    rng = np.random.default_rng(11)
+    weight = extreme_weight(format_name, 5 * isa.lanes - 3, 512, rng)
+    matrix = packed(weight, isa)
+    codes = rng.choice((-layout.largest_code, layout.largest_code), (20, 512))
+    codes[:2] = np.reshape((-layout.largest_code, layout.largest_code), (2, 1))
+    acts = activations(codes.astype(np.float32), matrix, layout)
+    expected = _exact_product(weight, codes)
+    for tokens in (*range(1, 8), 20):
+        for panels_from in (2, tokens + 1):
+            for first in (0, 4):
+                got = product(matrix, acts[:tokens], first, layout=layout, panels_from=panels_from)
+                asked = slice(first * isa.lanes, matrix.rows)
+                assert np.array_equal(got[:, asked], expected[:tokens, asked]), (tokens, panels_from, first)
 
 
 @every_case
