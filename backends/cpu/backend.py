@@ -62,12 +62,15 @@ class CpuBackend(Backend):
         from mvllm.backends.cpu.jit import announce_first_compilation
 
         announce_first_compilation()
+        from mvllm.backends.cpu.compile_helper import helper_if_cold
         from mvllm.backends.cpu.isa import selected
-        from mvllm.backends.cpu.model import CpuModel
 
         threads = self._threads or default_threads()
         _log.info("cpu backend: %s kernels, threads: %d", selected().name, threads)
-        return CpuModel(spec, weights, geometry, threads, adaptive=self._threads is None)
+        with helper_if_cold():
+            from mvllm.backends.cpu.model import CpuModel
+
+            return CpuModel(spec, weights, geometry, threads, adaptive=self._threads is None)
 
 
 def _matrices(weights: ModelWeights) -> list[Weight]:

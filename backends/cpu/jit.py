@@ -50,6 +50,9 @@ _C_TYPES: dict[str, Any] = {
 
 _log = logging.getLogger("mvllm")
 
+before_compiling: list[Callable[[str], None]] = []
+"""Called with the key of a function that is not in the compile cache, and may wait for it to get there."""
+
 
 class NativeFunction:
     """Machine code of one function and everything it calls. Owns the code: it goes with this object.
@@ -86,6 +89,17 @@ class Kernel(Deferred):
         """Compiled for calls from outside Numba code, or read from the compile cache, on first use."""
         return native_function(self._signature, self._function)
 
+    @property
+    def key(self) -> str:
+        """Names it in the compile cache, on one line."""
+        return _key(self._signature, self._function)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the compile cache has it."""
+        folder = kernel_folder()
+        return folder is not None and read(folder, self.key) is not None
+
     def __call__(self, *arguments: float) -> Any:
         return self.native.ctypes(*arguments)
 
@@ -115,7 +129,7 @@ def native_function(signature: str, function: Callable[..., Any]) -> NativeFunct
     """
     folder = kernel_folder() if function.__module__.startswith(_PACKAGE) else None
     key = _key(signature, function)
-    code = None if folder is None else read(folder, key)
+    code = None if folder is None else _read_or_wait(folder, key)
     if code is not None:
         address, owner = load(code)
         return NativeFunction(signature, address, owner, was_cached=True)
@@ -131,6 +145,15 @@ def native_function(signature: str, function: Callable[..., Any]) -> NativeFunct
         except (OSError, AttributeError, RuntimeError) as error:
             _warn_once(str(error))
     return NativeFunction(signature, compiled.address, compiled, was_cached=False)
+
+
+def _read_or_wait(folder: Path, key: str) -> ObjectCode | None:
+    code = read(folder, key)
+    if code is None and before_compiling:
+        for hook in tuple(before_compiling):
+            hook(key)
+        code = read(folder, key)
+    return code
 
 
 def _key(signature: str, function: Callable[..., Any]) -> str:

@@ -18,6 +18,7 @@ from mvllm.backends.cpu.link import LinkedProgram, Linker
 from mvllm.backends.cpu.listing import list_program
 from mvllm.backends.cpu.memory import aligned_zeros
 from mvllm.backends.cpu.operations import program_runner
+from mvllm.backends.cpu.prepare import prepare_step
 from mvllm.backends.cpu.program import lower, with_sampling
 from mvllm.backends.cpu.record import Recorder, Value, sensitive_weights
 from mvllm.backends.cpu.sampler_table import (
@@ -28,7 +29,7 @@ from mvllm.backends.cpu.sampler_table import (
     sampler_scratch_bytes,
 )
 from mvllm.backends.cpu.step_trace import StepTrace
-from mvllm.backends.cpu.team import Team
+from mvllm.backends.cpu.team import TEAM_KERNELS, Team
 from mvllm.backends.cpu.team_size import TeamSize
 from mvllm.backends.cpu.weights import PackedWeights
 from mvllm.core.errors import EngineClosed, InvariantViolation
@@ -88,6 +89,8 @@ class _Resources:
         self.sampling = _Sampling(spec.vocab_size, threads, logits)
         self.team = Team(threads, program_runner(), TeamSize(threads) if adaptive else None)
         self._trace: StepTrace | None = None
+        for kernel in (prepare_step, *TEAM_KERNELS):
+            _ = kernel.native  # compiled now, not in the first step
 
     @property
     def tapped(self) -> LinkedProgram:

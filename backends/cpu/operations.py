@@ -6,7 +6,6 @@ share of the work, and returns; the loop sees to the barriers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.attention import attend_item, attention_at, item_at, store_keys_values
 from mvllm.backends.cpu.attention_plan import step_at
 from mvllm.backends.cpu.clock import now_ns
-from mvllm.backends.cpu.jit import kernel, native_function
+from mvllm.backends.cpu.jit import Kernel, kernel
 from mvllm.backends.cpu.linear import embed_row, matmul, quantize_row
 from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import call_operation, i32_at, i64_at, record_at
@@ -274,16 +273,15 @@ def _run_program(step_address: Any, worker: Any) -> None:
         call_operation(i.function, instruction, worker)
 
 
-@functools.cache
-def _compiled(function: Callable[[Any, Any], None]) -> Any:
-    return native_function("void(int64, int64)", function)
+OPERATIONS = {kind: Kernel("void(int64, int64)", function) for kind, function in _FUNCTIONS.items()}
+RUN_PROGRAM = Kernel("void(int64, int64)", _run_program)
 
 
 def address_of(kind: Kind) -> int:
     """Address of the code for a kind of instruction, compiled on first use and kept for the process."""
-    return int(_compiled(_FUNCTIONS[kind]).address)
+    return OPERATIONS[kind].native.address
 
 
 def program_runner() -> int:
     """Address of the job that runs the program of a `STEP`."""
-    return int(_compiled(_run_program).address)
+    return RUN_PROGRAM.native.address

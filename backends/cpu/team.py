@@ -176,6 +176,10 @@ def _start_close(control_address: Any, workers: Any, threads: Any, sleepers: Any
     return _wake(workers, threads, sleepers)
 
 
+TEAM_KERNELS: tuple[Any, ...] = (_serve, _call, _take_part, _waited_ns, _start_close)
+"""What is called from Python."""
+
+
 class _Crew:
     """The shared words, semaphores and threads of a team within one process.
 
