@@ -202,7 +202,16 @@ def test_every_module_that_kernels_take_constants_from_counts_as_their_source() 
 
 _WITHOUT_CONSTANTS = {
     f"mvllm.core.{name}"
-    for name in ("errors", "types", "tensor", "model.spec", "trace", "load.mapped", "load.weights")
+    for name in (
+        "errors",
+        "interrupts",
+        "types",
+        "tensor",
+        "model.spec",
+        "trace",
+        "load.mapped",
+        "load.weights",
+    )
 }
 
 
