@@ -25,7 +25,7 @@ from mvllm.backends.cpu.pack import PackedMatrix
 NEVER = 2**31 - 1
 """The threshold of a matrix whose tiles are always faster."""
 
-MEASURED_TOKENS = (2, 3, 4, 6, 8, 16)
+MEASURED_TOKENS = (2, 3, 4, 6, 8, 12, 16, 64)
 
 _WORTHWHILE_WEIGHTS = 1 << 17  # of the smallest matrix whose form matters
 _TIMED_WEIGHTS = 1 << 19  # of a timed product, about
