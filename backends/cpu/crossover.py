@@ -21,6 +21,7 @@ from mvllm.backends.cpu.jit import kernel_folder
 from mvllm.backends.cpu.layout import DENSE, ActivationLayout
 from mvllm.backends.cpu.memory import aligned_zeros
 from mvllm.backends.cpu.pack import PackedMatrix
+from mvllm.core.types import ceil_div
 
 NEVER = 2**31 - 1
 """The threshold of a matrix whose tiles are always faster."""
@@ -29,6 +30,7 @@ MEASURED_TOKENS = (2, 3, 4, 6, 8, 12, 16, 64)
 
 _WORTHWHILE_WEIGHTS = 1 << 17  # of the smallest matrix whose form matters
 _TIMED_WEIGHTS = 1 << 19  # of a timed product, about
+_WHOLE_BLOCKS = 12  # multiples of it divide into tiles and panels alike: nothing is computed twice
 _ROUNDS = 5
 _MAX_FILE_BYTES = 1 << 20
 _FILE_NAME = "crossover.json"
@@ -56,7 +58,8 @@ def measure(matrix: PackedMatrix, records: ActivationLayout) -> int:
     stride = 4 * matrix.inputs if matrix.format_name in DENSE else records.row_bytes(matrix.inputs)
     activations = aligned_zeros(most * stride, "activations")
     out = aligned_zeros(most * 4 * matrix.padded_rows, "outputs")
-    at_once = max(1, min(matrix.num_blocks, _TIMED_WEIGHTS // (matrix.inputs * matrix.isa.lanes)))
+    at_once = ceil_div(_TIMED_WEIGHTS, matrix.inputs * matrix.isa.lanes * _WHOLE_BLOCKS) * _WHOLE_BLOCKS
+    at_once = min(matrix.num_blocks, at_once)
     slices = matrix.num_blocks // at_once
     next_slice = 0
 
