@@ -58,18 +58,17 @@ class CpuBackend(Backend):
         reason = self.unsupported(spec, weights)
         if reason is not None:
             raise ModelFileError(reason)
-        # Imported here: the kernels' modules compile when they are imported.
+        # Imported here: a program that loads no model on this backend need not wait for llvmlite.
         from mvllm.backends.cpu.jit import announce_first_compilation
 
         announce_first_compilation()
         from mvllm.backends.cpu.compile_helper import helper_if_cold
         from mvllm.backends.cpu.isa import selected
+        from mvllm.backends.cpu.model import CpuModel
 
         threads = self._threads or default_threads()
         _log.info("cpu backend: %s kernels, threads: %d", selected().name, threads)
         with helper_if_cold():
-            from mvllm.backends.cpu.model import CpuModel
-
             return CpuModel(spec, weights, geometry, threads, adaptive=self._threads is None)
 
 
