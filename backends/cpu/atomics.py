@@ -13,9 +13,6 @@ _ON_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 _ON_ARM64 = platform.machine().lower() in ("arm64", "aarch64")
 _AARCH64_YIELD = 1
 
-SPINS = 2000
-"""Tries of `back_off` that only pause, about 40 us: longer than an undisturbed thread ever waits."""
-
 _SLEEP_US = 20
 
 
@@ -61,15 +58,15 @@ _pause = emitted(_emit_pause, 0)
 _sleep = emitted(_emit_sleep, 0)
 
 
-@kernel("void(int64)")
-def back_off(tries: Any) -> Any:
-    """Wait a moment: spin for the first `SPINS` tries, sleep from then on.
+@kernel("void(int64, int64)")
+def back_off(tries: Any, spins: Any) -> Any:
+    """Wait a moment: spin for the first `spins` tries, of about 20 ns each, sleep from then on.
 
     A thread whose partner has lost its core must leave its own, so that the partner is moved there. Yielding
     does not do: the core stays busy, and with one core taken by others decoding was half as fast, with two
     taken a sixth.
     """
-    if tries < SPINS:
+    if tries < spins:
         _pause()
     else:
         _sleep()

@@ -180,7 +180,7 @@ def _dot_avx2(emitter: Emitter, operands: Operands) -> Dots:
     if operands.is_wide:
         return _by_halves(_dot_avx2_wide)(emitter, operands)
     if operands.bits == 8:
-        return _by_halves(_dot_avx2_signed)(emitter, operands)
+        return _dot_avx2_signed(emitter, operands)
     builder, halves, num_words = emitter.builder, operands.halves, len(operands.words)
     # A pair product is at most 2 * (2**bits - 1) * 127; as many as stay below 2**15 are added in 16 bits.
     addable = (2**15 - 1) // (2 * (2**operands.bits - 1) * _MAX_ACTIVATION)
@@ -242,7 +242,7 @@ def _minus_scaled_zeros_avx2(emitter: Emitter, operands: Operands, halves: HalfF
 
 def _dot_avx2_signed(emitter: Emitter, operands: Operands) -> Dots:
     """8-bit codes: unsigned products would overflow 16 bits, so the sign moves to the activation."""
-    assert operands.zero in (0, 128)
+    assert operands.zero in (0, 128) and operands.halves is None
     builder, bytes_ = emitter.builder, vector(I8, 32)
 
     def step(total: Value, codes: Value, activation: Value) -> Value:
@@ -309,7 +309,7 @@ def _dot_portable(emitter: Emitter, operands: Operands) -> Dots:
 AVX512 = Isa(
     name="avx512",
     lanes=16,
-    max_tokens=4,
+    max_tokens=8,
     register="v",
     features=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
     native_half=True,

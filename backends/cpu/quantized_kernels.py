@@ -251,11 +251,12 @@ def emit_tile(
     factors = Factors(emitter, isa, layout, lane=None)
     starts = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(blocks)]
     acts = [emitter.offset(activations, emitter.times(activation_stride, t)) for t in range(tokens)]
-    ahead = I64(_PREFETCH) if blocks == 1 else _next_tile(emitter, emitter.times(block_stride, blocks))
+    is_stream = blocks == 1  # a matrix is read from end to end, by one token
+    ahead = I64(_PREFETCH) if is_stream else _next_tile(emitter, emitter.times(block_stride, blocks))
 
     def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
         for record in at:
-            emitter.prefetch(emitter.offset(record, ahead), layout.group_bytes(isa.lanes))
+            emitter.prefetch(emitter.offset(record, ahead), layout.group_bytes(isa.lanes), once=is_stream)
         scales = [factors.scale(header, record) for header, record in zip(headers, at, strict=True)]
         biases = [factors.bias(header, record) for header, record in zip(headers, at, strict=True)]
         weights = GroupWeights(

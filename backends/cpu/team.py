@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mvllm.backends.cpu.atomics import SPINS, atomic_add, atomic_exchange, atomic_load, back_off
+from mvllm.backends.cpu.atomics import atomic_add, atomic_exchange, atomic_load, back_off
 from mvllm.backends.cpu.clock import now_ns
 from mvllm.backends.cpu.jit import kernel
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
@@ -44,23 +44,32 @@ reset what another still reads."""
 
 WORKER = np.dtype(
     {
-        "names": ["thread", "threads", "control", "meetings", "call", "waited_ns", "asleep"],
-        "formats": [np.int64] * 7,
-        "offsets": [0, 8, 16, 24, 32, 40, LINE_BYTES],
+        "names": ["thread", "threads", "control", "meetings", "call", "waited_ns", "spins", "naps", "asleep"],
+        "formats": [np.int64] * 9,
+        "offsets": [0, 8, 16, 24, 32, 40, 48, 56, LINE_BYTES],
         "itemsize": 2 * LINE_BYTES,
     }
 )
 """One thread's own words: its number, how many work in this call, the barriers of this call so far, the last
-call that it saw, how long it waited for others in this call beyond a moment, and the flag "asleep" (1: the
-thread waits on its semaphore or is about to; who changes it back to 0 decides whether the semaphore is
-released)."""
+call that it saw, how long it waited for others in this call beyond a moment, for how many tries it spins
+before it sleeps, in how many of this call's barriers it slept, and the flag "asleep" (1: the thread waits on
+its semaphore or is about to; who changes it back to 0 decides whether the semaphore is released)."""
 
 _ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, LINE_BYTES  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
 _CALL_STEP = 1 << 16
 
-_SPINS_BETWEEN_CALLS = 8000  # beyond those of back_off: what a caller does between two steps takes longer
-_IDLE_TRIES = _SPINS_BETWEEN_CALLS + SPINS + 100  # before a worker goes to sleep in Python, some milliseconds
+_SPINS = 10_000
+"""Tries before a thread sleeps at a barrier, 200 us: longer than an undisturbed one ever waits, and than a
+sleeping partner takes to wake up. With fewer, threads that wait for each other in turn put each other to
+sleep again and again."""
+
+_FEWER_SPINS = 2000
+"""The same where threads lack cores: there each barrier waits for one that can only run when others sleep."""
+
+_BEARABLE_NAPS = 8  # barriers to each one that a thread sleeps at; more sleep means that cores are lacking
+_BETWEEN_CALLS = 6  # times the spins at a barrier, about 1 ms: what a caller does between two steps
+_IDLE_NAPS = 100  # then, before a worker goes to sleep in Python: some milliseconds
 _SLEEP, _CLOSE = 0, 1  # why `serve` returned
 
 control_at = record_at(CONTROL)
@@ -80,19 +89,21 @@ def meet(worker_address: Any) -> Any:
         return
     tries, since = 0, 0
     while atomic_load(arrivals) < target:
-        if tries == SPINS:
+        if tries == worker.spins:
             since = now_ns()
-        back_off(tries)
+        back_off(tries, worker.spins)
         tries += 1
-    if tries > SPINS:
+    if tries > worker.spins:
         worker.waited_ns += now_ns() - since
+        worker.naps += 1
 
 
 @kernel("void(int64, int64)")
 def _work(worker_address: Any, call: Any) -> Any:
     worker = worker_at(worker_address)
     control = control_at(worker.control)
-    worker.threads, worker.meetings, worker.waited_ns = call % _CALL_STEP, 0, 0
+    worker.spins = _FEWER_SPINS if worker.naps * _BEARABLE_NAPS > worker.meetings else _SPINS
+    worker.threads, worker.meetings, worker.waited_ns, worker.naps = call % _CALL_STEP, 0, 0, 0
     call_operation(control.job, control.argument, worker_address)
     meet(worker_address)
 
@@ -112,8 +123,8 @@ def _serve(worker_address: Any) -> Any:
         if is_new and worker.thread < call % _CALL_STEP:
             _work(worker_address, call)
             tries = 0
-        elif tries < _IDLE_TRIES:
-            back_off(tries - _SPINS_BETWEEN_CALLS)
+        elif tries < _BETWEEN_CALLS * worker.spins + _IDLE_NAPS:
+            back_off(tries, _BETWEEN_CALLS * worker.spins)
             tries += 1
         else:
             atomic_exchange(worker_address + _ASLEEP, 1)

@@ -113,13 +113,17 @@ class Emitter:
             distance //= 2
         return self.builder.extract_element(value, I32(0))
 
-    def prefetch(self, address: Value, num_bytes: int = 1) -> None:
+    def prefetch(self, address: Value, num_bytes: int = 1, *, once: bool = False) -> None:
         """Ask for the cache lines of `num_bytes` at an address, in the second-level cache: its queue of
-        pending lines is longer than the first's. Never faults."""
-        read, second_level, data = I32(0), I32(2), I32(1)
+        pending lines is longer than the first's. Never faults.
+
+        With `once` they are wanted soon and only one time: they go past the outer caches, which keep what
+        they hold.
+        """
+        read, data, locality = I32(0), I32(1), I32(0 if once else 2)
         for line in range(0, num_bytes, LINE_BYTES):
             pointer = self._pointer(I8, address, line)
-            self.call("llvm.prefetch.p0", VOID, pointer, read, second_level, data)
+            self.call("llvm.prefetch.p0", VOID, pointer, read, locality, data)
 
     def pin(self, value: Value, constraint: str | None) -> Value:
         """Fix `value` at this point of the schedule (empty assembly in the register class `constraint`).
