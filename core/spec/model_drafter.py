@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mvllm.core.batch.batcher import Batcher, BatchRow
 from mvllm.core.batch.row_sampling import RowSampling
 from mvllm.core.batch.sampling_row import SamplingRow, TokenBias
-from mvllm.core.errors import ConfigError
+from mvllm.core.errors import ConfigError, InvariantViolation
 from mvllm.core.spec.draft_cache import VERIFIED_LAG, DraftCache, DraftJob
 from mvllm.core.spec.drafter import Drafter, DraftRow
 from mvllm.core.step import KvGrant, RowStatus
@@ -127,6 +127,9 @@ class ModelDrafter(Drafter):
 
     def check_integrity(self, live: frozenset[RequestId]) -> None:
         self._cache.check_integrity(live)
+        known = self._sampling.keys() | self._num_checked.keys() | self._foreign
+        if not known <= live:
+            raise InvariantViolation(f"L4: the drafter knows rows {sorted(known)}, live are {sorted(live)}")
 
     def close(self) -> None:
         self._model.close()

@@ -7,6 +7,7 @@ from whole token lists.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -179,6 +180,9 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         self.model = RecordingModel(DRAFT_VOCAB, num_blocks, block_size)
         self.drafter = type(self).make_drafter(self.model, self.config)
         self.rows: dict[RequestId, Row] = {}
+        self.texts: list[
+            tuple[list[int], int]
+        ] = []  # of all rows that were ever in the cache, and where it began
         self.num_submitted = 0
 
     # --- rules -------------------------------------------------------------------------------------------
@@ -197,6 +201,7 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         if self.rows:
             row = self.rows[data.draw(st.sampled_from(sorted(self.rows)))]
             self.drafter.release(row.id)
+            self.drafter.check_integrity(frozenset(self.rows) - {row.id})
             row.in_cache, row.drafts = None, ()
             if ends:
                 del self.rows[row.id]
@@ -267,20 +272,27 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         return context if first_tokens is None else min(first_tokens, context)
 
     def _note_beginning(self, row: Row) -> None:
-        """A row begins with all of its tokens or its last ones, and again only when it must."""
+        """A row begins with all of its tokens or its last ones, and again exactly when it must."""
         beginning = self.drafter._cache._sequences.get(row.id)
+        most, context = self._most_entering(), self.config.max_model_len
+        if row.beginning is not None and row.in_cache is not None:
+            num_positions = len(row.tokens) - row.first
+            foreign = max(row.tokens) >= DRAFT_VOCAB
+            must = foreign or num_positions > context or num_positions - row.num_kept() > most
+            assert must or beginning is row.beginning, "begun anew, or put out"
+            assert not must or beginning is not row.beginning, "should have begun anew"
         if beginning is row.beginning:
             return
-        most, context = self._most_entering(), self.config.max_model_len
-        if beginning is not None and row.beginning is not None and row.in_cache is not None:
-            num_positions = len(row.tokens) - row.first
-            assert num_positions > context or num_positions - row.num_kept() > most, "begun anew"
         row.beginning, row.in_cache = beginning, None
         if beginning is not None:
             row.first = beginning.first
+            self.texts.append((row.tokens, row.first))
             if row.first > 0:
                 assert len(row.tokens) > most, "part of a row that could be computed whole"
-                assert len(row.tokens) - row.first == min(most, context // 2)
+                assert len(row.tokens) - row.first == min(most, context // 2), "begins at the wrong token"
+            else:
+                assert len(row.tokens) <= context
+                assert len(row.tokens) - beginning.num_computed <= most, "begins at the wrong token"
 
     def _check_drafts(self, one: Asked, drafts: Drafts) -> None:
         """They are what the draft model alone, with no cache, would draw; none is missing without reason."""
@@ -397,6 +409,23 @@ class ModelDrafterMachine(RuleBasedStateMachine):
                 tag = extend_tag(tag, token)
                 found = self.model.tag_at(table[position // size] * size + position % size)
                 assert found == tag, f"K1: {row.id} at {position}"
+
+    @invariant()
+    def only_committed_tokens_are_shared(self) -> None:
+        """K4 and T1: indexed blocks hold the tags of tokens that the target has committed."""
+        trie, size = self.drafter._cache._kv._trie, self.config.block_size
+        for block, node in trie._nodes.items():
+            path = list(node.key[1])
+            parent = node.key[0]
+            while not isinstance(parent, str):
+                path = [*trie._nodes[parent].key[1], *path]
+                parent = trie._nodes[parent].key[0]
+            tags = list(itertools.accumulate(path, extend_tag, initial=ROOT_TAG))
+            found = [self.model.tag_at(block * size + offset) for offset in range(size)]
+            assert found == tags[-size:], f"K4: block {block} is not what it is indexed under"
+            assert any(path == text[first : first + len(path)] for text, first in self.texts), (
+                f"K4: {path} was never committed"
+            )
 
     def teardown(self) -> None:
         if not hasattr(self, "drafter"):

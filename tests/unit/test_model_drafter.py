@@ -183,3 +183,13 @@ def test_the_budget_serves_every_row_after_a_verification() -> None:
     assert catch_up_tokens_for(200) == 400
     with pytest.raises(ConfigError, match="8 at least"):
         ModelDrafterConfig(10, 4, 100, max_num_seqs=4, vocab_size=9, catch_up_tokens=7)
+
+
+def test_parameters_of_rows_that_are_not_live_any_more_are_found() -> None:
+    drafter, _ = make()
+    drafter.propose([row(A, [1, 2])])
+    drafter._cache.release(A)
+    with pytest.raises(InvariantViolation, match="L4: the drafter knows"):
+        drafter.check_integrity(frozenset())
+    drafter.release(A)
+    drafter.check_integrity(frozenset())
