@@ -19,7 +19,7 @@ from mvllm.core.step import Event, Finished, ForwardBatch, TokensOut
 from mvllm.core.types import RequestId, ceil_div
 from tests.models.naive_loop import NaiveOutput, naive_generate
 from tests.models.toy_text import PIECES, ToyDecoder
-from tests.property.engine_speculation import Drafting, SpeculationWatch
+from tests.property.engine_speculation import Drafting, SpeculationWatch, check_indexed_blocks
 
 VOCAB_SIZE = len(PIECES)
 MAX_MODEL_LEN = 24
@@ -117,7 +117,7 @@ class EngineHarness:
         self.requests: dict[RequestId, Request] = {}
         self.watch: SpeculationWatch | None = None
         if script.drafting is not None:
-            self.watch = SpeculationWatch(script.drafting, VOCAB_SIZE, self._answer)
+            self.watch = SpeculationWatch(script.drafting, config, VOCAB_SIZE, self._answer)
         self.engine = Engine(
             self.model,
             config,
@@ -255,7 +255,7 @@ class EngineHarness:
             held = len(kv.table(state.id))
             assert held == ceil_div(state.num_computed, self.config.block_size), "blocks held (K3)"
             assert state.num_computed <= state.request.total_limit - 1, "last token cached (K3)"
-        self._check_cache()
+        check_indexed_blocks(kv, self.model)
         distinct = {block for state in table for block in kv.table(state.id)}
         assert len(distinct) + kv.num_free + kv.num_idle == self.config.num_kv_blocks, "conservation (K9)"
         assert len(table.running) <= self.config.max_num_seqs
@@ -271,17 +271,6 @@ class EngineHarness:
             tag = extend_tag(tag, token)
             found = self.model.tag_at(table[position // size] * size + position % size)
             assert found == tag, f"{id} position {position} (K1)"
-
-    def _check_cache(self) -> None:
-        """K4 and T1: every indexed block holds the tags of the tokens that it is indexed under."""
-        size = self.config.block_size
-        for block, node in self.engine._kv._trie._nodes.items():
-            parent, tokens = node.key
-            # The parent is indexed, so what it ends with is checked as well.
-            tag = ROOT_TAG if isinstance(parent, str) else self.model.tag_at(parent * size + size - 1)
-            for offset, token in enumerate(tokens):
-                tag = extend_tag(tag or 0, token)
-                assert self.model.tag_at(block * size + offset) == tag, f"block {block} (K4)"
 
     def _check_closed(self) -> None:
         assert all(heard.end is not None for heard in self.heard.values()), "a request without an end (L2)"

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
+from mvllm.backends.fake.model import FakeModel
+from mvllm.backends.fake.tags import ROOT_TAG, extend_tag
+from mvllm.core.config import ResolvedConfig
 from mvllm.core.engine.engine import Engine
 from mvllm.core.engine.statistics import SpeculationTotals
+from mvllm.core.kv.kv_manager import KvManager
+from mvllm.core.spec.draft_cache import VERIFIED_LAG
 from mvllm.core.spec.draft_length import DraftLengthPolicy, FixedLength
+from mvllm.core.spec.drafter import Drafter, DraftRow
 from mvllm.core.spec.length_policies import create_policy
+from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig
 from mvllm.core.spec.speculation import Speculation
 from mvllm.core.step import Event, TokensOut
 from mvllm.core.types import RequestId, TokenId
@@ -32,6 +40,25 @@ ENDING_TOKENS = (2, 8)
 
 
 @dataclass(frozen=True)
+class DraftMemory:
+    """What a draft model in a script has room for, and how much it differs from the target."""
+
+    num_kv_blocks: int = 8
+    block_size: int = 2
+    max_context: int = 24
+    first_tokens: int | None = None
+    spare_budget: int = 0  # catch-up tokens beyond the least that the rows need
+    num_missing_tokens: int = 0  # ids at the end of the target's vocabulary that it lacks
+    enable_prefix_caching: bool = True
+
+    def knows_as_much(self, max_model_len: int) -> bool:
+        """Whether it sees what the target sees, and so draws what the target draws."""
+        return (
+            self.first_tokens is None and self.max_context >= max_model_len and self.num_missing_tokens == 0
+        )
+
+
+@dataclass(frozen=True)
 class Drafting:
     """Who drafts in a script, and how much."""
 
@@ -41,6 +68,7 @@ class Drafting:
     limit: int | None = None  # the drafter's own limit varies up to this
     fault: str | None = None  # a name in FAULTS; comes after some good calls
     good_calls: int = 0
+    memory: DraftMemory | None = None  # of the draft model, which then takes the place of `guess`
 
 
 GUESSES = ("perfect", "mixed", "repeating", "random", "ending", "nothing")
@@ -71,16 +99,102 @@ class _Answers(dict[RequestId, Callable[[], tuple[TokenId, ...]]]):
         return self[id]
 
 
+class WatchedModelDrafter(Drafter):
+    """A model drafter on a fake model of its own, with what a `ScriptedDrafter` tells of itself."""
+
+    name = "watched model"
+
+    def __init__(self, memory: DraftMemory, config: ResolvedConfig, vocab_size: int) -> None:
+        self.memory = memory
+        own = ModelDrafterConfig(
+            num_kv_blocks=memory.num_kv_blocks,
+            block_size=memory.block_size,
+            max_model_len=memory.max_context,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=vocab_size - memory.num_missing_tokens,
+            catch_up_tokens=VERIFIED_LAG * config.max_num_seqs + memory.spare_budget,
+            first_tokens=memory.first_tokens,
+            enable_prefix_caching=memory.enable_prefix_caching,
+        )
+        self.model = FakeModel(own.vocab_size, own.num_kv_blocks, own.block_size)
+        self.inner = ModelDrafter(self.model, own)
+        self.last: dict[RequestId, tuple[TokenId, ...]] = {}
+        self.closed = False
+
+    @property
+    def known(self) -> set[RequestId]:
+        return {*self.inner._cache._sequences, *self.inner._cache._kv.live_ids(), *self.inner._sampling}
+
+    @property
+    def complaints(self) -> list[str]:
+        return self.model.violations
+
+    def limit(self, id: RequestId, num_tokens: int) -> int:
+        return self.inner.limit(id, num_tokens)
+
+    def num_behind(self, id: RequestId, num_tokens: int) -> int:
+        return self.inner.num_behind(id, num_tokens)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[tuple[TokenId, ...]]:
+        proposals = self.inner.propose(rows)
+        self.last = {row.id: proposal for row, proposal in zip(rows, proposals, strict=True)}
+        return proposals
+
+    def release(self, id: RequestId) -> None:
+        self.inner.release(id)
+
+    def check_integrity(self, live: frozenset[RequestId]) -> None:
+        self.inner.check_integrity(live)
+
+    def close(self) -> None:
+        self.inner.close()
+        self.closed = True
+
+    def check(self, engine: Engine) -> None:
+        """V6: K1 of what is committed and of what was written for drafts, K4 and T1 of what is shared."""
+        cache, size = self.inner._cache, self.memory.block_size
+        for id, sequence in cache._sequences.items():
+            state = engine._table.get(id)
+            assert state is not None, f"{id} is in the draft cache (L4)"
+            tokens = state.token_ids[sequence.first :][: sequence.num_computed]
+            table = cache._kv.table(id)
+            tags = accumulate((*tokens, *sequence.written), extend_tag, initial=ROOT_TAG)
+            for position, tag in enumerate(islice(tags, 1, None)):
+                found = self.model.tag_at(table[position // size] * size + position % size)
+                assert found == tag, f"{id} position {position} of the draft model (K1)"
+        check_indexed_blocks(cache._kv, self.model)
+
+    def check_drained(self) -> None:
+        kv = self.inner._cache._kv
+        assert kv.num_free + kv.num_idle == kv.num_blocks, "draft blocks are lost (K9)"
+
+
+def check_indexed_blocks(kv: KvManager, model: FakeModel) -> None:
+    """K4 and T1: every indexed block holds the tags of the tokens that it is indexed under."""
+    size = kv.block_size
+    for block, node in kv._trie._nodes.items():
+        parent, tokens = node.key
+        # The parent is indexed, so what it ends with is checked as well.
+        tag = ROOT_TAG if isinstance(parent, str) else model.tag_at(parent * size + size - 1)
+        for offset, token in enumerate(tokens):
+            tag = extend_tag(tag or 0, token)
+            assert model.tag_at(block * size + offset) == tag, f"block {block} (K4)"
+
+
 class SpeculationWatch:
     """The drafter and policy of one engine, and what they and the events say about its counters."""
 
-    def __init__(self, drafting: Drafting, vocab_size: int, answer: Answer) -> None:
+    def __init__(self, drafting: Drafting, config: ResolvedConfig, vocab_size: int, answer: Answer) -> None:
         guess = _guesses(drafting.guess, vocab_size, _Answers(answer))
-        if drafting.fault is None:
+        self.drafter: ScriptedDrafter | WatchedModelDrafter
+        if drafting.memory is not None:
+            self.drafter = WatchedModelDrafter(drafting.memory, config, vocab_size)
+        elif drafting.fault is None:
             self.drafter = ScriptedDrafter(guess, seed=drafting.seed, limit=drafting.limit)
         else:
             self.drafter = BreakingDrafter(guess, FAULTS[drafting.fault], good_calls=drafting.good_calls)
         self.drafting = drafting
+        self.config = config
         self.policy = _policy(drafting)
         self.speculation = Speculation(self.drafter, self.policy)
         self._before = SpeculationTotals()
@@ -105,6 +219,13 @@ class SpeculationWatch:
             assert 1 <= len(tokens) <= len(proposal) + 1, "more tokens than drafts and one (V1)"
             assert len(tokens) <= count + 1, "went on after a mismatch (V1)"
         _check_sums(totals, engine.totals.num_output_tokens)
+        if isinstance(self.drafter, WatchedModelDrafter):
+            self.drafter.check(engine)
+            if self.drafter.memory.knows_as_much(self.config.max_model_len):
+                # Past an end or unusable logits there are fewer tokens than drafts, but no other ones.
+                for proposal, tokens in heard:
+                    pairs = zip(proposal, tokens, strict=False)
+                    assert all(draft == token for draft, token in pairs), "a right draft was refused (V4)"
         broke = isinstance(self.drafter, BreakingDrafter) and self.drafter.broke
         assert (totals.switched_off is not None) == broke, totals.switched_off
         assert self.drafter.complaints == [], self.drafter.complaints
@@ -116,7 +237,9 @@ class SpeculationWatch:
             assert self.drafter.known == set(), "rows left in the drafter (L3)"
             if isinstance(self.policy, RandomLengths):
                 assert self.policy.known == set(), "rows left in the policy (L3)"
-        if self.drafting.guess == "perfect" and self.drafting.fault is None:
+        if isinstance(self.drafter, WatchedModelDrafter):
+            self.drafter.check_drained()
+        elif self.drafting.guess == "perfect" and self.drafting.fault is None:
             assert totals.num_accepted == totals.num_proposed, "a right draft was not accepted (V4)"
         if isinstance(self.policy, RandomLengths):
             self._check_steps(self.policy, totals)

@@ -9,8 +9,17 @@ from mvllm.core.request import Request, SamplingParams
 from mvllm.core.sampling.keyed_noise import sibling_seed
 from mvllm.core.types import RequestId, ceil_div
 from tests.models.drafters import FAULTS
-from tests.property.engine_harness import VOCAB_SIZE, Action, Cancel, Script, Step, Submit, resolved_config
-from tests.property.engine_speculation import GUESSES, Drafting
+from tests.property.engine_harness import (
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    Action,
+    Cancel,
+    Script,
+    Step,
+    Submit,
+    resolved_config,
+)
+from tests.property.engine_speculation import GUESSES, Drafting, DraftMemory
 
 STEMS = ((0, 1, 0, 1, 0, 1, 0, 1), (0, 1, 0, 0, 1, 1), (1, 1, 1, 1, 1))
 token_ids = st.integers(0, VOCAB_SIZE - 1)
@@ -48,6 +57,24 @@ def draftings(draw: st.DrawFn, *, faults: bool = False) -> Drafting:
         fault=draw(st.sampled_from([None, None, *FAULTS])) if faults else None,
         good_calls=draw(st.integers(0, 3)) if faults else 0,
     )
+
+
+@st.composite
+def model_draftings(draw: st.DrawFn) -> Drafting:
+    """A draft model with little room of its own; half of them see all that the target sees."""
+    equal = draw(st.booleans())
+    memory = DraftMemory(
+        num_kv_blocks=draw(st.integers(2, 12)),
+        block_size=draw(st.integers(1, 4)),
+        max_context=MAX_MODEL_LEN if equal else draw(st.integers(6, 16)),
+        first_tokens=None if equal else draw(st.sampled_from([None, 2, 3, 6])),
+        spare_budget=draw(st.integers(0, 6)),
+        num_missing_tokens=0 if equal else draw(st.sampled_from([0, 0, 4])),
+        enable_prefix_caching=draw(st.sampled_from([True, True, False])),
+    )
+    # What was wrong shows when a row goes on without drafts for a while, as "random" often has it.
+    policy = draw(st.sampled_from(["random"] * 3 + ["adaptive", "fixed-4"]))
+    return Drafting(policy=policy, seed=draw(st.integers(0, 9)), memory=memory)
 
 
 @st.composite
@@ -120,8 +147,17 @@ def siblings(request: Request, count: int) -> list[Action]:
 
 
 @st.composite
-def scripts(draw: st.DrawFn, *, faults: bool = False, drafts: bool | None = None) -> Script:
-    """Scripts that speculate or not as `drafts` says; None: half of them do."""
+def scripts(
+    draw: st.DrawFn,
+    *,
+    faults: bool = False,
+    drafts: bool | None = None,
+    drafter: st.SearchStrategy[Drafting] | None = None,
+) -> Script:
+    """Scripts that speculate or not as `drafts` says; None: half of them do.
+
+    `drafter`: who drafts; None: anyone but a model.
+    """
     actions: list[Action] = []
     kinds = st.sampled_from(["submit", "submit", "submit", "siblings", "cancel", "step", "step", "steps"])
     for index, kind in enumerate(draw(st.lists(kinds, min_size=6, max_size=18))):
@@ -135,10 +171,11 @@ def scripts(draw: st.DrawFn, *, faults: bool = False, drafts: bool | None = None
             actions += [Step()] * (4 if kind == "steps" else 1)
     tokens = st.frozensets(st.integers(2, VOCAB_SIZE - 1), max_size=2) if faults else st.just(frozenset())
     speculates = draw(st.booleans()) if drafts is None else drafts
+    drafter = draftings(faults=faults) if drafter is None else drafter
     return Script(
         config=draw(configs()),
         actions=tuple(actions),
-        drafting=draw(draftings(faults=faults)) if speculates else None,
+        drafting=draw(drafter) if speculates else None,
         nan_tokens=draw(tokens),
         crash_tokens=draw(tokens),
         flaky_every=draw(st.integers(0, 3)) if faults else 0,

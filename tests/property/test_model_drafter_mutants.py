@@ -1,15 +1,23 @@
-"""The machine of the model drafter can fail: it catches each planted bug of tests/mutants/drafter.py."""
+"""The machine of the model drafter can fail: it catches each planted bug of tests/mutants/drafter.py.
+
+So can the scripts of the whole engine with a draft model, for what depends on how the engine uses it.
+"""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import seed, settings
+from hypothesis import find, seed, settings
+from hypothesis.errors import NoSuchExample
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from mvllm.core.errors import MvllmError
 from mvllm.core.spec.model_drafter import ModelDrafter
 from tests.models.drafter_machine import ModelDrafterMachine
 from tests.mutants.drafter import MUTANTS
+from tests.property import engine_speculation
+from tests.property.engine_harness import Script, run_script
+from tests.property.engine_strategies import model_draftings, scripts
+from tests.property.test_engine_mutants import SEARCH
 from tests.property.test_kv_mutants import HUNT
 from tests.property.test_model_drafter import RoomyModelDrafterMachine
 
@@ -71,3 +79,34 @@ def test_each_property_by_itself_is_seen_to_fail(check: str, mutant: str) -> Non
                 return
             found.add(message)
     pytest.fail(f"{check!r} did not catch it; found instead: {found}")
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        "last draft counted as computed",
+        "drafts published",
+        "blocks of rejected drafts lost",
+        "released rows keep their blocks",
+        "released rows stay",
+        "released rows keep their parameters",
+        "full pool not seen",
+        "pinned blocks counted as free",
+        "left-out tokens read",
+    ],
+)
+def test_the_scripts_with_a_draft_model_catch(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preemptions, cancellations and ends as the engine has them; a full pool that makes drafting fail."""
+    monkeypatch.setattr(engine_speculation, "ModelDrafter", MUTANTS[mutant])
+
+    def fails(script: Script) -> bool:
+        try:
+            run_script(script)
+        except (AssertionError, MvllmError, LookupError):
+            return True
+        return False
+
+    try:
+        find(scripts(drafts=True, drafter=model_draftings()), fails, settings=SEARCH)
+    except NoSuchExample:
+        pytest.fail(f"no script shows the planted bug {mutant!r}")

@@ -17,7 +17,7 @@ from mvllm.core.request import Request, SamplingParams
 from mvllm.core.types import RequestId
 from tests.property.engine_harness import Heard, Script, Step, Submit, resolved_config, run_script
 from tests.property.engine_speculation import GUESSES, Drafting
-from tests.property.engine_strategies import draftings, scripts
+from tests.property.engine_strategies import draftings, model_draftings, scripts
 
 
 @given(scripts(drafts=True))
@@ -29,6 +29,18 @@ def test_any_drafter_and_policy_leave_every_output_as_the_naive_loop_has_it(scri
 @given(scripts(drafts=True, faults=True))
 def test_broken_drafters_and_failing_steps_with_drafts_harm_nobody(script: Script) -> None:
     """L6: drafting is switched off; NaN rows past a mismatch don't count; a failed batch is rerun without."""
+    run_script(script)
+
+
+@given(scripts(drafts=True, drafter=model_draftings()))
+def test_a_draft_model_with_little_room_leaves_every_output_and_its_own_cache_right(script: Script) -> None:
+    """V6: K1, K4, K9, L3 and L4 of the draft model's cache after every step; L7 and V4 besides."""
+    run_script(script)
+
+
+@given(scripts(drafts=True, faults=True, drafter=model_draftings()))
+def test_a_draft_model_beside_failing_steps_keeps_its_own_cache_right(script: Script) -> None:
+    """V6 and L6."""
     run_script(script)
 
 
