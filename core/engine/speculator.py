@@ -52,7 +52,6 @@ class Speculator:
         # of the step in progress
         self._decoding: frozenset[RequestId] = frozenset()
         self._asked: Mapping[RequestId, int] = {}  # rows that are to draft, now or as soon as they can
-        self._num_drafting = 0
         self._draft_seconds = 0.0
         self._forward_started = 0.0
         # since the beginning
@@ -94,7 +93,6 @@ class Speculator:
             for row, state in zip(rows, states, strict=True)
             if row.id in self._asked
         ]
-        self._num_drafting = len(asked)
         self._draft_seconds = 0.0
         self._forward_started = self._clock()
         if asked:
@@ -154,7 +152,6 @@ class Speculator:
             context_tokens=sum([row.end for row in rows]) + sum(num_drafts),
             draft_seconds=self._draft_seconds,
             forward_seconds=forward_seconds,
-            num_drafting_rows=self._num_drafting,
         )
 
     # --- the end of a row, and of everything -------------------------------------------------------------

@@ -70,9 +70,7 @@ class AcceptanceModel:
         They are on the bright side by as much as is uncertain of the request: drafting is how to find out,
         and a request that was left alone for a while has another chance.
         """
-        rating = self._ratings.get(id)
-        if rating is None:
-            rating = _Rating(self._population, RATING_VARIANCE)
+        rating = self._rating(id)
         own = rating.mean + OPTIMISM * math.sqrt(rating.variance)
         chances = [_probability(cell.mean + own) for cell in self._cells[rating.hot]]
         result, alive = [], 1.0
@@ -83,20 +81,21 @@ class AcceptanceModel:
 
     def variance(self, id: RequestId) -> float:
         """Of the request's own term: how uncertain its chances are."""
-        rating = self._ratings.get(id)
-        return RATING_VARIANCE if rating is None else rating.variance
+        return self._rating(id).variance
 
     def observe(self, results: Iterable[DraftResult]) -> None:
-        """Learn from the rows of a step; rows without drafts become less certain."""
+        """Learn from live rows of a step; those without drafts become less certain."""
         for result in results:
-            rating = self._ratings.get(result.id)
-            if rating is None:
-                rating = self._ratings[result.id] = _Rating(self._population, RATING_VARIANCE)
+            rating = self._ratings[result.id] = self._rating(result.id)
             if result.proposed > 0:
                 if self._surprises(result):
                     rating.variance += SURPRISE_VARIANCE
                 self._learn(rating, result)
             rating.variance = min(rating.variance + RATING_DRIFT, MAX_VARIANCE)
+
+    def _rating(self, id: RequestId) -> _Rating:
+        """The request's own term; a new one, which is not kept, if nothing is known of it."""
+        return self._ratings.get(id) or _Rating(self._population, RATING_VARIANCE)
 
     def _surprises(self, result: DraftResult) -> bool:
         alive = self.survival(result.id, result.proposed)

@@ -154,9 +154,12 @@ class AdaptiveLength(DraftLengthPolicy):
         length = min(length, MAX_TRIAL, self._cap(uncertain))
         forward = self._forward.seconds(num_rows, num_tokens + length) - without
         seconds = catch_up + length * self._draft.pass_seconds(1) + forward
-        loss = seconds * num_rows / self._forward.seconds(num_rows, num_rows)
-        affordable = loss <= self._savings + self._rows[uncertain.id].earned
+        affordable = self._in_tokens(seconds, num_rows) <= self._savings + self._rows[uncertain.id].earned
         return {uncertain.id: length} if affordable else {}
+
+    def _in_tokens(self, seconds: float, num_rows: int) -> float:
+        """What so many seconds of steps without drafts give."""
+        return seconds * num_rows / self._forward.seconds(num_rows, num_rows)
 
     def _worth_trying(self, demand: DraftDemand) -> float:
         """Greatest for the row that a trial is to tell of."""
@@ -171,7 +174,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._observe_forward(step)
         self._observe_drafts(step, results)
         self._account(step, results)
-        self._acceptance.observe(step.results)
+        self._acceptance.observe(results)
         for result in results:
             row = self._rows[result.id]
             if row.asked > 0:
@@ -214,7 +217,7 @@ class AdaptiveLength(DraftLengthPolicy):
         for result in asked:
             seconds = drafting + forward * result.proposed / max(num_drafts, 1)
             row = self._rows[result.id]
-            row.earned += result.accepted - seconds / plain * num_rows
+            row.earned += result.accepted - self._in_tokens(seconds, num_rows)
             self._savings += min(row.earned, 0.0)
             row.earned = min(max(row.earned, 0.0), MAX_SAVINGS)
 

@@ -47,7 +47,6 @@ class SpeculationStep:
     context_tokens: int  # positions attended to by the last token of each row, summed over the rows
     draft_seconds: float  # in the drafter
     forward_seconds: float  # in the target
-    num_drafting_rows: int  # rows the drafter was asked to draft for
 
 
 class DraftLengthPolicy(ABC):
@@ -64,7 +63,7 @@ class DraftLengthPolicy(ABC):
     @abstractmethod
     def observe(self, step: SpeculationStep) -> None:
         """Learn from a step that ran decoding rows, with drafts or without. A result with proposed = 0 says
-        nothing about its row."""
+        nothing about its row; one of a row that was released since `lengths` is ignored."""
 
     def release(self, id: RequestId) -> None:
         """The request was preempted or has ended: forget it. Unknown ids are ignored."""
@@ -94,15 +93,15 @@ class AcceptanceRate(DraftLengthPolicy):
         self._lengths: dict[RequestId, int] = {}
 
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
-        return [min(self._lengths.get(row.id, self._start), row.limit) for row in rows]
+        return [min(self._lengths.setdefault(row.id, self._start), row.limit) for row in rows]
 
     def observe(self, step: SpeculationStep) -> None:
         for result in step.results:
-            if result.proposed > 0:
+            if result.proposed > 0 and result.id in self._lengths:
                 self._lengths[result.id] = self._next(result)
 
     def _next(self, result: DraftResult) -> int:
-        length = self._lengths.get(result.id, self._start)
+        length = self._lengths[result.id]
         rate = result.accepted / result.proposed
         change = (rate > self.HIGH) - (rate < self.LOW)
         return min(max(length + change, 1), self._max_length)
@@ -122,15 +121,15 @@ class AcceptedLength(DraftLengthPolicy):
         self._means: dict[RequestId, float] = {}
 
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
-        return [min(self._length(self._means.get(row.id, self._start)), row.limit) for row in rows]
+        return [min(self._length(self._means.setdefault(row.id, self._start)), row.limit) for row in rows]
 
     def _length(self, mean: float) -> int:
         return min(max(math.floor(mean + 0.5) + 1, 1), self._max_length)
 
     def observe(self, step: SpeculationStep) -> None:
         for result in step.results:
-            if result.proposed > 0:
-                mean = self._means.get(result.id, self._start)
+            if result.proposed > 0 and result.id in self._means:
+                mean = self._means[result.id]
                 self._means[result.id] = self.WEIGHT * result.accepted + (1.0 - self.WEIGHT) * mean
 
     def release(self, id: RequestId) -> None:

@@ -140,7 +140,6 @@ def simulate(
                 context_tokens=sum(demand.num_tokens for demand in demands) + sum(proposed),
                 draft_seconds=draft_seconds * _disturbance(costs, rng),
                 forward_seconds=forward_seconds * _disturbance(costs, rng),
-                num_drafting_rows=sum(length > 0 for length in lengths),
             )
         )
         for i, demand in zip(running, demands, strict=True):

@@ -12,6 +12,7 @@ from tests.mutants.mutant import Mutant
 
 _rate_next = draft_length.AcceptanceRate._next
 _adaptive_lengths = adaptive_length.AdaptiveLength.lengths
+_adaptive_observe = adaptive_length.AdaptiveLength.observe
 _made = itertools.count()
 
 
@@ -36,6 +37,11 @@ def _limits_are_ignored(self: draft_length.AcceptedLength, rows: Sequence[DraftD
 
 def _nothing_is_released(self: object, id: RequestId) -> None:
     pass
+
+
+def _learns_of_ended_requests(self: adaptive_length.AdaptiveLength, step: SpeculationStep) -> None:
+    _adaptive_observe(self, step)
+    self._acceptance.observe(step.results)
 
 
 def _depends_on_the_process(self: adaptive_length.AdaptiveLength, rows: Sequence[DraftDemand]) -> list[int]:
@@ -68,6 +74,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "adaptive keeps ended requests": Mutant(
         adaptive_length.AdaptiveLength, "release", _nothing_is_released, "ended requests leave nothing behind"
+    ),
+    "adaptive learns of ended requests": Mutant(
+        adaptive_length.AdaptiveLength,
+        "observe",
+        _learns_of_ended_requests,
+        "ended requests leave nothing behind",
     ),
     "adaptive depends on something else": Mutant(
         adaptive_length.AdaptiveLength,

@@ -48,7 +48,6 @@ def play(policy: DraftLengthPolicy, turns: Sequence[Turn]) -> list[dict[str, tup
                 context_tokens=sum(num_tokens[id] for id in ids),
                 draft_seconds=turn.draft_seconds,
                 forward_seconds=turn.forward_seconds,
-                num_drafting_rows=sum(length > 0 for length in lengths.values()),
             )
         )
         for id in turn.ended:
@@ -72,7 +71,7 @@ def a_round_without_drafts_changes_nothing(name: str, turns: Sequence[Turn]) -> 
     for id in "abc":
         demand = [DraftDemand(RequestId(id), 20, FREE)]
         before = policy.lengths(demand)
-        policy.observe(SpeculationStep((DraftResult(RequestId(id), 0, 0),), 1, 1, 0, 20, 0.0, 0.03, 0))
+        policy.observe(SpeculationStep((DraftResult(RequestId(id), 0, 0),), 1, 1, 0, 20, 0.0, 0.03))
         assert policy.lengths(demand) == before
 
 
@@ -97,6 +96,8 @@ def ended_requests_leave_nothing_behind(name: str, turns: Sequence[Turn]) -> Non
     play(policy, turns)
     for id in "abc":
         policy.release(RequestId(id))
+    late = tuple(DraftResult(RequestId(id), 2, 1) for id in "abc")
+    policy.observe(SpeculationStep(late, 3, 9, 0, 60, 0.01, 0.03))
     assert not [id for id in "abc" if f"'{id}'" in repr(_state(policy))]
 
 

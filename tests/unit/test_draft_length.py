@@ -30,7 +30,6 @@ def step(*results: tuple[RequestId, int, int]) -> SpeculationStep:
         context_tokens=100 * len(results),
         draft_seconds=0.005,
         forward_seconds=0.030,
-        num_drafting_rows=len(results),
     )
 
 
@@ -40,6 +39,7 @@ def length(policy: DraftLengthPolicy, id: RequestId = A, limit: int = 100) -> in
 
 def lengths_after(policy: DraftLengthPolicy, results: list[tuple[int, int]]) -> list[int]:
     """The length after each round."""
+    length(policy)  # rows that were not asked about are ignored
     answers = []
     for proposed, accepted in results:
         policy.observe(step((A, proposed, accepted)))
@@ -91,6 +91,7 @@ def test_accepted_length_rounds_halves_up() -> None:
 def test_a_round_without_drafts_and_the_rounds_of_others_change_nothing(name: str) -> None:
     policy = create_policy(name)
     before = length(policy)
+    length(policy, B)
     policy.observe(step((A, 0, 0), (B, 4, 4)))
     policy.observe(step((A, 0, 0), (B, 4, 0)))
     assert length(policy) == before

@@ -25,7 +25,7 @@ RUN = Run("ngram", "fixed", 2, "refactoring", 1, 10, 0.0, 0)
 
 def step(proposed: int, accepted: int, forward: float, draft: float, prefill: int = 0) -> SpeculationStep:
     result = DraftResult(RequestId("0"), proposed, accepted)
-    return SpeculationStep((result,), 1, 1 + proposed + prefill, prefill, 50, draft, forward, 1)
+    return SpeculationStep((result,), 1, 1 + proposed + prefill, prefill, 50, draft, forward)
 
 
 STEPS = [step(0, 0, 0.03, 0.0), step(2, 2, 0.04, 0.01), step(2, 1, 0.04, 0.01), step(2, 0, 0.40, 0.01)]

@@ -168,7 +168,6 @@ def test_the_policy_is_told_what_the_step_computed_and_took() -> None:
             context_tokens=5 + 3 + 2,
             draft_seconds=0.25,
             forward_seconds=2.0,
-            num_drafting_rows=1,
         )
     ]
     totals = one.totals
