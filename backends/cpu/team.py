@@ -31,29 +31,29 @@ from mvllm.backends.cpu.team_size import TeamSize
 
 CONTROL = np.dtype(
     {
-        "names": ["call", "arrivals", "closed", "job", "argument", "base"],
-        "formats": [np.int64] * 6,
-        "offsets": [0, LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES, 3 * LINE_BYTES + 8, 3 * LINE_BYTES + 16],
+        "names": ["call", "arrivals", "closed", "job", "argument", "base", "spins", "rest", "resting"],
+        "formats": [np.int64] * 9,
+        "offsets": [0, LINE_BYTES, 2 * LINE_BYTES, *range(3 * LINE_BYTES, 3 * LINE_BYTES + 6 * 8, 8)],
         "itemsize": 4 * LINE_BYTES,
     }
 )
 """Shared words: the current call, arrivals at barriers so far, whether the team is closed; and what to run,
-and the arrivals before this call. A call is its number times `_CALL_STEP`, plus how many threads it counts
-on: one word, so that no thread sees the one without the other. `arrivals` only grows, so no thread has to
-reset what another still reads."""
+the arrivals before this call, and how long to spin (`_choose_spins`). A call is its number times
+`_CALL_STEP`, plus how many threads it counts on: one word, so that no thread sees the one without the
+other. `arrivals` only grows, so no thread has to reset what another still reads."""
 
 WORKER = np.dtype(
     {
-        "names": ["thread", "threads", "control", "meetings", "call", "waited_ns", "spins", "naps", "asleep"],
-        "formats": [np.int64] * 9,
-        "offsets": [0, 8, 16, 24, 32, 40, 48, 56, LINE_BYTES],
+        "names": ["thread", "threads", "control", "meetings", "call", "waited_ns", "naps", "asleep"],
+        "formats": [np.int64] * 8,
+        "offsets": [0, 8, 16, 24, 32, 40, 48, LINE_BYTES],
         "itemsize": 2 * LINE_BYTES,
     }
 )
 """One thread's own words: its number, how many work in this call, the barriers of this call so far, the last
-call that it saw, how long it waited for others in this call beyond a moment, for how many tries it spins
-before it sleeps, in how many of this call's barriers it slept, and the flag "asleep" (1: the thread waits on
-its semaphore or is about to; who changes it back to 0 decides whether the semaphore is released)."""
+call that it saw, how long it waited for others in this call beyond a moment, at how many of this call's
+barriers it slept, and the flag "asleep" (1: the thread waits on its semaphore or is about to; who changes it
+back to 0 decides whether the semaphore is released)."""
 
 _ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, LINE_BYTES  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
@@ -61,13 +61,13 @@ _CALL_STEP = 1 << 16
 
 _SPINS = 10_000
 """Tries before a thread sleeps at a barrier, 200 us: longer than an undisturbed one ever waits, and than a
-sleeping partner takes to wake up. With fewer, threads that wait for each other in turn put each other to
-sleep again and again."""
+sleeping partner takes to wake up."""
 
 _FEWER_SPINS = 2000
 """The same where threads lack cores: there each barrier waits for one that can only run when others sleep."""
 
 _BEARABLE_NAPS = 8  # barriers to each one that a thread sleeps at; more sleep means that cores are lacking
+_FIRST_REST, _LONGEST_REST = 4, 256  # calls with fewer spins before the next trial of more
 _BETWEEN_CALLS = 6  # times the spins at a barrier, about 1 ms: what a caller does between two steps
 _IDLE_NAPS = 100  # then, before a worker goes to sleep in Python: some milliseconds
 _SLEEP, _CLOSE = 0, 1  # why `serve` returned
@@ -87,13 +87,13 @@ def meet(worker_address: Any) -> Any:
     arrivals = worker.control + _ARRIVALS
     if atomic_add(arrivals, 1) + 1 >= target:
         return
-    tries, since = 0, 0
+    tries, since, spins = 0, 0, control_at(worker.control).spins
     while atomic_load(arrivals) < target:
-        if tries == worker.spins:
+        if tries == spins:
             since = now_ns()
-        back_off(tries, worker.spins)
+        back_off(tries, spins)
         tries += 1
-    if tries > worker.spins:
+    if tries > spins:
         worker.waited_ns += now_ns() - since
         worker.naps += 1
 
@@ -102,7 +102,6 @@ def meet(worker_address: Any) -> Any:
 def _work(worker_address: Any, call: Any) -> Any:
     worker = worker_at(worker_address)
     control = control_at(worker.control)
-    worker.spins = _FEWER_SPINS if worker.naps * _BEARABLE_NAPS > worker.meetings else _SPINS
     worker.threads, worker.meetings, worker.waited_ns, worker.naps = call % _CALL_STEP, 0, 0, 0
     call_operation(control.job, control.argument, worker_address)
     meet(worker_address)
@@ -123,8 +122,8 @@ def _serve(worker_address: Any) -> Any:
         if is_new and worker.thread < call % _CALL_STEP:
             _work(worker_address, call)
             tries = 0
-        elif tries < _BETWEEN_CALLS * worker.spins + _IDLE_NAPS:
-            back_off(tries, _BETWEEN_CALLS * worker.spins)
+        elif tries < _BETWEEN_CALLS * control_at(worker.control).spins + _IDLE_NAPS:
+            back_off(tries, _BETWEEN_CALLS * control_at(worker.control).spins)
             tries += 1
         else:
             atomic_exchange(worker_address + _ASLEEP, 1)
@@ -149,6 +148,29 @@ def _wake(workers: Any, threads: Any, sleepers: Any) -> Any:
     return found
 
 
+@kernel("void(int64, int64, int64)")
+def _choose_spins(control_address: Any, workers: Any, threads: Any) -> Any:
+    """Decide how long threads spin in the next call.
+
+    Where cores are lacking, spinning keeps others from one. But threads that spin less than a sleep takes may
+    just keep each other asleep, so more is tried again now and then, ever more rarely.
+    """
+    control, naps, meetings = control_at(control_address), 0, 0
+    for thread in range(threads):
+        worker = worker_at(workers + thread * _WORKER_BYTES)
+        naps += worker.naps
+        meetings += worker.meetings
+    if naps * _BEARABLE_NAPS <= meetings:
+        control.spins, control.rest = _SPINS, _FIRST_REST
+    elif control.spins == _SPINS:
+        control.spins, control.resting = _FEWER_SPINS, control.rest
+        control.rest = min(2 * control.rest, _LONGEST_REST)
+    else:
+        control.resting -= 1
+        if control.resting == 0:
+            control.spins = _SPINS
+
+
 @kernel("int64(int64, int64, int64, int64, int64)")
 def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argument: Any) -> Any:
     """Start a call for the first `threads`.
@@ -156,6 +178,7 @@ def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argum
     If they are all awake, takes part in it as thread 0 and returns 0; else returns how many have to be woken
     before the caller takes part in it.
     """
+    _choose_spins(control_address, workers, threads)
     control = control_at(control_address)
     control.argument, control.base = argument, atomic_load(control_address + _ARRIVALS)
     call = (control.call // _CALL_STEP + 1) * _CALL_STEP + threads

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.jit import native_function
 from mvllm.backends.cpu.pointers import i64_at
-from mvllm.backends.cpu.team import Team, meet, worker_at
+from mvllm.backends.cpu.team import CONTROL, WORKER, Team, _choose_spins, meet, worker_at
 from mvllm.backends.cpu.team_size import TeamSize
 
 ROUNDS = 50
@@ -182,3 +182,35 @@ def test_a_forked_child_starts_threads_of_its_own(job: int) -> None:
         counts = words()
         team.run(counts.ctypes.data)
         assert counts[0] == 2 * ROUNDS
+
+
+class _Spins:
+    """The control words of a team of two, told how often they slept in each call."""
+
+    def __init__(self) -> None:
+        self._control, self._workers = np.zeros(1, CONTROL), np.zeros(2, WORKER)
+
+    def after(self, naps: int, meetings: int) -> int:
+        """How long to spin after a call in which each of the two slept at `naps` of `meetings` barriers."""
+        self._workers["naps"], self._workers["meetings"] = naps, meetings
+        _choose_spins(self._control.ctypes.data, self._workers.ctypes.data, 2)
+        return int(self._control["spins"][0])
+
+
+def test_threads_spin_less_while_most_barriers_put_them_to_sleep() -> None:
+    spins = _Spins()
+    long = spins.after(0, 0)
+    assert spins.after(10, 100) == long, "a few naps are bearable"
+    assert spins.after(50, 100) < long
+    assert spins.after(10, 100) == long, "all is well again"
+
+
+def test_long_spins_are_tried_again_ever_more_rarely() -> None:
+    spins = _Spins()
+    long = spins.after(0, 0)
+    chosen = [spins.after(50, 100) for _ in range(1000)]
+    trials = [call for call, found in enumerate(chosen) if found == long]
+    assert trials[:4] == [4, 13, 30, 63], "after rests of 4, 8, 16 and 32 calls"
+    assert max(np.diff(trials)) == 257
+    spins.after(0, 100)
+    assert [spins.after(50, 100) for _ in range(5)].index(long) == 4, "trials are frequent again"
