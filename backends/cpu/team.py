@@ -29,18 +29,21 @@ from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
 from mvllm.backends.cpu.pointers import call_operation, i64_at, record_at
 from mvllm.backends.cpu.team_size import TeamSize
 
+_OWN_LINE = ("call", "arrivals", "closed")
+_READ_IN_CALLS = ("job", "latest", "argument", "base", "spins", "rest", "resting")
 CONTROL = np.dtype(
     {
-        "names": ["call", "arrivals", "closed", "job", "argument", "base", "spins", "rest", "resting"],
-        "formats": [np.int64] * 9,
-        "offsets": [0, LINE_BYTES, 2 * LINE_BYTES, *range(3 * LINE_BYTES, 3 * LINE_BYTES + 6 * 8, 8)],
+        "names": [*_OWN_LINE, *_READ_IN_CALLS],
+        "formats": [np.int64] * len((*_OWN_LINE, *_READ_IN_CALLS)),
+        "offsets": [*range(0, 3 * LINE_BYTES, LINE_BYTES), *range(3 * LINE_BYTES, 3 * LINE_BYTES + 7 * 8, 8)],
         "itemsize": 4 * LINE_BYTES,
     }
 )
 """Shared words: the current call, arrivals at barriers so far, whether the team is closed; and what to run,
-the arrivals before this call, and how long to spin (`_choose_spins`). A call is its number times
-`_CALL_STEP`, plus how many threads it counts on: one word, so that no thread sees the one without the
-other. `arrivals` only grows, so no thread has to reset what another still reads."""
+where to read which team was called last (`_latest`), the arrivals before this call, and how long to spin
+(`_choose_spins`). A call is its number times `_CALL_STEP`, plus how many threads it counts on: one word, so
+that no thread sees the one without the other. `arrivals` only grows, so no thread has to reset what another
+still reads."""
 
 WORKER = np.dtype(
     {
@@ -68,9 +71,12 @@ _FEWER_SPINS = 2000
 
 _BEARABLE_NAPS = 8  # barriers to each one that a thread sleeps at; more sleep means that cores are lacking
 _FIRST_REST, _LONGEST_REST = 4, 256  # calls with fewer spins before the next trial of more
-_BETWEEN_CALLS = 6  # times the spins at a barrier, about 1 ms: what a caller does between two steps
+_BETWEEN_CALLS = 6  # times the spins at a barrier, about 1 ms: what a caller does between two calls
 _IDLE_NAPS = 100  # then, before a worker goes to sleep in Python: some milliseconds
 _SLEEP, _CLOSE = 0, 1  # why `serve` returned
+
+_latest = aligned_zeros(LINE_BYTES, "the latest team")
+"""The control words' address of the team that was called last, of all teams in this process."""
 
 control_at = record_at(CONTROL)
 worker_at = record_at(WORKER)
@@ -112,7 +118,7 @@ def _serve(worker_address: Any) -> Any:
     """Work at every call that counts on this thread, until none has for long (_SLEEP) or until the team is
     closed (_CLOSE)."""
     worker = worker_at(worker_address)
-    tries = 0
+    control, tries = control_at(worker.control), 0
     while True:
         if atomic_load(worker.control + _CLOSED) != 0:
             return _CLOSE
@@ -122,8 +128,10 @@ def _serve(worker_address: Any) -> Any:
         if is_new and worker.thread < call % _CALL_STEP:
             _work(worker_address, call)
             tries = 0
-        elif tries < _BETWEEN_CALLS * control_at(worker.control).spins + _IDLE_NAPS:
-            back_off(tries, _BETWEEN_CALLS * control_at(worker.control).spins)
+        elif tries < _BETWEEN_CALLS * control.spins + _IDLE_NAPS:
+            if atomic_load(control.latest) != worker.control:  # another team was called, and needs this core
+                tries = max(tries, _BETWEEN_CALLS * control.spins)
+            back_off(tries, _BETWEEN_CALLS * control.spins)
             tries += 1
         else:
             atomic_exchange(worker_address + _ASLEEP, 1)
@@ -181,6 +189,7 @@ def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argum
     _choose_spins(control_address, workers, threads)
     control = control_at(control_address)
     control.argument, control.base = argument, atomic_load(control_address + _ARRIVALS)
+    atomic_exchange(control.latest, control_address)
     call = (control.call // _CALL_STEP + 1) * _CALL_STEP + threads
     atomic_exchange(control_address, call)
     found = _wake(workers, threads, sleepers)
@@ -228,6 +237,7 @@ class _Crew:
         self._workers = self._worker_words.ctypes.data
         self._sleepers_address = self._sleepers.ctypes.data
         self._words.view(CONTROL)["job"] = job
+        self._words.view(CONTROL)["latest"] = _latest.ctypes.data
         workers = self._worker_words.view(WORKER)
         workers["thread"] = np.arange(threads)
         workers["control"] = self._control

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.jit import native_function
 from mvllm.backends.cpu.pointers import i64_at
-from mvllm.backends.cpu.team import CONTROL, WORKER, Team, _choose_spins, meet, worker_at
+from mvllm.backends.cpu.team import CONTROL, WORKER, Team, _choose_spins, _latest, meet, worker_at
 from mvllm.backends.cpu.team_size import TeamSize
 
 ROUNDS = 50
@@ -120,6 +120,16 @@ def test_idle_threads_sleep_and_are_woken_by_the_next_call(job: int) -> None:
         counts = words()
         team.run(counts.ctypes.data)
         assert counts[1:3].tolist() == seen_by_threads(2, ROUNDS)
+
+
+def test_a_team_lets_the_one_that_is_called_next_have_its_cores(job: int) -> None:
+    with closing(Team(2, job)) as first, closing(Team(2, job)) as second:
+        for team in (first, second, first):
+            counts = words()
+            team.run(counts.ctypes.data)
+            assert counts[1:3].tolist() == seen_by_threads(2, ROUNDS)
+            assert team._crew is not None
+            assert _latest.view(np.int64)[0] == team._crew._control
 
 
 def test_close_ends_all_threads_and_may_be_repeated(job: int) -> None:
