@@ -77,6 +77,9 @@ class Isa:
     name: str
     lanes: int
     max_tokens: int  # tokens of the largest tile, panels apart
+    streamed_tokens: (
+        int  # with so many or fewer a tile of quantized weights reads one row block after the other
+    )
     register: str | None  # inline-assembly constraint of a vector register, None: don't pin
     features: frozenset[str]  # LLVM feature names that the emitted code needs
     native_half: bool  # the hardware converts float16 vectors
@@ -310,6 +313,7 @@ AVX512 = Isa(
     name="avx512",
     lanes=16,
     max_tokens=8,
+    streamed_tokens=2,
     register="v",
     features=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
     native_half=True,
@@ -319,6 +323,7 @@ AVX2 = Isa(
     name="avx2",
     lanes=8,
     max_tokens=6,
+    streamed_tokens=1,
     register="x",
     features=frozenset({"avx2", "fma", "f16c"}),
     native_half=True,
@@ -328,6 +333,7 @@ PORTABLE = Isa(
     name="portable",
     lanes=8,
     max_tokens=4,
+    streamed_tokens=1,
     register=None,
     features=frozenset(),
     native_half=False,

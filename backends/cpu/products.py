@@ -26,19 +26,44 @@ def _emit_tile(
     isa_name: str,
     activation_name: str,
     tokens: Value,
-    *addresses_and_sizes: Value,
+    weights: Value,
+    block_stride: Value,
+    activations: Value,
+    activation_stride: Value,
+    out: Value,
+    out_block_stride: Value,
+    out_stride: Value,
+    steps: Value,
 ) -> None:
     isa, records = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name]
     form = form_of(format_name, isa, records)
 
-    def emit_dense(count: int) -> None:
-        *source_and_out, _, out_stride, steps = addresses_and_sizes  # row blocks adjoin in `out`
-        values = [*source_and_out, out_stride, steps]
-        dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], form.tile_blocks, count, *values)
+    def emit_dense(count: int) -> None:  # row blocks adjoin in `out`
+        source = (weights, block_stride, activations, activation_stride)
+        size = (form.tile_blocks, count)
+        dense_kernels.emit_dense_tile(
+            emitter, isa, DENSE[format_name], *size, *source, out, out_stride, steps
+        )
 
     def emit_quantized(count: int) -> None:
-        layout, size = QUANTIZED[format_name], (form.tile_blocks, count)
-        quantized_kernels.emit_tile(emitter, isa, layout, records, *size, *addresses_and_sizes)
+        together = 1 if count <= isa.streamed_tokens else form.tile_blocks
+        for first in range(0, form.tile_blocks, together):
+            quantized_kernels.emit_tile(
+                emitter,
+                isa,
+                QUANTIZED[format_name],
+                records,
+                together,
+                count,
+                emitter.offset(weights, emitter.times(block_stride, first)),
+                block_stride,
+                activations,
+                activation_stride,
+                emitter.offset(out, emitter.times(out_block_stride, first)),
+                out_block_stride,
+                out_stride,
+                steps,
+            )
 
     if format_name in DENSE:
         emit_for_count(emitter, tokens, form.tile_tokens, emit_dense)

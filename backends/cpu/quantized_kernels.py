@@ -49,7 +49,7 @@ from mvllm.backends.cpu.vector import (
 
 TILE_BLOCKS = 2
 """Row blocks of a tile: they share the broadcasts of activations. With three, registers don't suffice; for
-one token one is better, as memory is read in one stream."""
+few tokens one is better, as memory is read in one stream (`Isa.streamed_tokens`)."""
 
 _PREFETCH = 2560  # bytes ahead, where a tile's weights follow one another
 _FARTHEST_PREFETCH = 128 * 1024  # a part of the second-level cache
@@ -251,7 +251,7 @@ def emit_tile(
     factors = Factors(emitter, isa, layout, lane=None)
     starts = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(blocks)]
     acts = [emitter.offset(activations, emitter.times(activation_stride, t)) for t in range(tokens)]
-    is_stream = blocks == 1  # a matrix is read from end to end, by one token
+    is_stream = blocks == 1  # the matrix is read from end to end
     ahead = I64(_PREFETCH) if is_stream else _next_tile(emitter, emitter.times(block_stride, blocks))
 
     def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
