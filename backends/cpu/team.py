@@ -2,8 +2,9 @@
 
 States of a worker thread:
 
-    spinning --(no call for some milliseconds)--> asleep      (in Python, on a semaphore; burns no core)
-    spinning --(a call that counts on it)--> working --> spinning
+    spinning --(no call for a millisecond, or one of another team)--> napping   (some microseconds at a time)
+    napping  --(no call for some milliseconds)--> asleep      (in Python, on a semaphore; burns no core)
+    spinning, napping --(a call that counts on it)--> working --> spinning
     asleep   --(caller takes its sleep flag and releases the semaphore)--> working
 
 The caller works too, as thread 0. Threads meet at barriers inside the job and once more at its end, so a job
@@ -30,20 +31,25 @@ from mvllm.backends.cpu.pointers import call_operation, i64_at, record_at
 from mvllm.backends.cpu.team_size import TeamSize
 
 _OWN_LINE = ("call", "arrivals", "closed")
-_READ_IN_CALLS = ("job", "latest", "argument", "base", "spins", "rest", "resting")
+_PER_CALL = ("job", "latest", "argument", "base", "spins", "rest_calls", "resting_calls")
 CONTROL = np.dtype(
     {
-        "names": [*_OWN_LINE, *_READ_IN_CALLS],
-        "formats": [np.int64] * len((*_OWN_LINE, *_READ_IN_CALLS)),
-        "offsets": [*range(0, 3 * LINE_BYTES, LINE_BYTES), *range(3 * LINE_BYTES, 3 * LINE_BYTES + 7 * 8, 8)],
+        "names": [*_OWN_LINE, *_PER_CALL],
+        "formats": [np.int64] * len((*_OWN_LINE, *_PER_CALL)),
+        "offsets": [
+            *range(0, 3 * LINE_BYTES, LINE_BYTES),
+            *range(3 * LINE_BYTES, 3 * LINE_BYTES + 8 * len(_PER_CALL), 8),
+        ],
         "itemsize": 4 * LINE_BYTES,
     }
 )
-"""Shared words: the current call, arrivals at barriers so far, whether the team is closed; and what to run,
-where to read which team was called last (`_latest`), the arrivals before this call, and how long to spin
-(`_choose_spins`). A call is its number times `_CALL_STEP`, plus how many threads it counts on: one word, so
-that no thread sees the one without the other. `arrivals` only grows, so no thread has to reset what another
-still reads."""
+"""Shared words, first those with a line of their own: the current call, arrivals at barriers so far, whether
+the team is closed. Then what to run, where to read which team was called last (`_latest`), and of this call
+its argument, the arrivals before it, and the tries that a thread spins at a barrier; for how many calls
+threads spin less if they sleep too often, and how many of these are left (`_choose_spins`).
+
+A call is its number times `_CALL_STEP`, plus how many threads it counts on: one word, so that no thread sees
+the one without the other. `arrivals` only grows, so no thread has to reset what another still reads."""
 
 WORKER = np.dtype(
     {
@@ -63,15 +69,15 @@ _WORKER_BYTES = WORKER.itemsize
 _CALL_STEP = 1 << 16
 
 _SPINS = 10_000
-"""Tries before a thread sleeps at a barrier, 200 us: longer than an undisturbed one ever waits, and than a
-sleeping partner takes to wake up."""
+"""Tries before a thread sleeps at a barrier, 200 us on Zen 3 and 4: longer than an undisturbed one waits, and
+than a sleeping partner takes to wake up on Linux."""
 
 _FEWER_SPINS = 2000
 """The same where threads lack cores: there each barrier waits for one that can only run when others sleep."""
 
 _BEARABLE_NAPS = 8  # barriers to each one that a thread sleeps at; more sleep means that cores are lacking
 _FIRST_REST, _LONGEST_REST = 4, 256  # calls with fewer spins before the next trial of more
-_BETWEEN_CALLS = 6  # times the spins at a barrier, about 1 ms: what a caller does between two calls
+_BETWEEN_CALLS = 6  # times the spins at a barrier: what a caller does between two calls takes about so long
 _IDLE_NAPS = 100  # then, before a worker goes to sleep in Python: some milliseconds
 _SLEEP, _CLOSE = 0, 1  # why `serve` returned
 
@@ -119,6 +125,8 @@ def _serve(worker_address: Any) -> Any:
     closed (_CLOSE)."""
     worker = worker_at(worker_address)
     control, tries = control_at(worker.control), 0
+    # Read here: a spinning thread had better leave alone what a caller is about to write.
+    latest, spins = control.latest, _BETWEEN_CALLS * control.spins
     while True:
         if atomic_load(worker.control + _CLOSED) != 0:
             return _CLOSE
@@ -127,11 +135,11 @@ def _serve(worker_address: Any) -> Any:
         worker.call = call
         if is_new and worker.thread < call % _CALL_STEP:
             _work(worker_address, call)
-            tries = 0
-        elif tries < _BETWEEN_CALLS * control.spins + _IDLE_NAPS:
-            if atomic_load(control.latest) != worker.control:  # another team was called, and needs this core
-                tries = max(tries, _BETWEEN_CALLS * control.spins)
-            back_off(tries, _BETWEEN_CALLS * control.spins)
+            tries, spins = 0, _BETWEEN_CALLS * control.spins
+        elif tries < spins + _IDLE_NAPS:
+            if atomic_load(latest) != worker.control:  # another team was called, and may need this core
+                tries = max(tries, spins)
+            back_off(tries, spins)
             tries += 1
         else:
             atomic_exchange(worker_address + _ASLEEP, 1)
@@ -156,26 +164,28 @@ def _wake(workers: Any, threads: Any, sleepers: Any) -> Any:
     return found
 
 
-@kernel("void(int64, int64, int64)")
-def _choose_spins(control_address: Any, workers: Any, threads: Any) -> Any:
-    """Decide how long threads spin in the next call.
+@kernel("void(int64, int64)")
+def _choose_spins(control_address: Any, workers: Any) -> Any:
+    """Decide from the call that has ended how long threads spin in the next one.
 
     Where cores are lacking, spinning keeps others from one. But threads that spin less than a sleep takes may
     just keep each other asleep, so more is tried again now and then, ever more rarely.
     """
     control, naps, meetings = control_at(control_address), 0, 0
-    for thread in range(threads):
+    for thread in range(control.call % _CALL_STEP):
         worker = worker_at(workers + thread * _WORKER_BYTES)
         naps += worker.naps
         meetings += worker.meetings
+    if meetings == 0:  # a single thread tells nothing
+        return
     if naps * _BEARABLE_NAPS <= meetings:
-        control.spins, control.rest = _SPINS, _FIRST_REST
+        control.spins, control.rest_calls = _SPINS, _FIRST_REST
     elif control.spins == _SPINS:
-        control.spins, control.resting = _FEWER_SPINS, control.rest
-        control.rest = min(2 * control.rest, _LONGEST_REST)
+        control.spins, control.resting_calls = _FEWER_SPINS, control.rest_calls
+        control.rest_calls = min(2 * control.rest_calls, _LONGEST_REST)
     else:
-        control.resting -= 1
-        if control.resting == 0:
+        control.resting_calls -= 1
+        if control.resting_calls == 0:
             control.spins = _SPINS
 
 
@@ -186,10 +196,11 @@ def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argum
     If they are all awake, takes part in it as thread 0 and returns 0; else returns how many have to be woken
     before the caller takes part in it.
     """
-    _choose_spins(control_address, workers, threads)
+    _choose_spins(control_address, workers)
     control = control_at(control_address)
     control.argument, control.base = argument, atomic_load(control_address + _ARRIVALS)
-    atomic_exchange(control.latest, control_address)
+    if atomic_load(control.latest) != control_address:
+        atomic_exchange(control.latest, control_address)
     call = (control.call // _CALL_STEP + 1) * _CALL_STEP + threads
     atomic_exchange(control_address, call)
     found = _wake(workers, threads, sleepers)
@@ -236,8 +247,9 @@ class _Crew:
         self._control = self._words.ctypes.data
         self._workers = self._worker_words.ctypes.data
         self._sleepers_address = self._sleepers.ctypes.data
-        self._words.view(CONTROL)["job"] = job
-        self._words.view(CONTROL)["latest"] = _latest.ctypes.data
+        control = self._words.view(CONTROL)
+        control["job"], control["latest"] = job, _latest.ctypes.data
+        control["spins"], control["rest_calls"] = _SPINS, _FIRST_REST
         workers = self._worker_words.view(WORKER)
         workers["thread"] = np.arange(threads)
         workers["control"] = self._control

@@ -158,7 +158,7 @@ class AdaptiveLength(DraftLengthPolicy):
         return {uncertain.id: length} if affordable else {}
 
     def _in_tokens(self, seconds: float, num_rows: int) -> float:
-        """What so many seconds of steps without drafts give."""
+        """Tokens that steps without drafts give in so many seconds. Such a step was measured."""
         return seconds * num_rows / self._forward.seconds(num_rows, num_rows)
 
     def _worth_trying(self, demand: DraftDemand) -> float:

@@ -58,12 +58,12 @@ class DraftLengthPolicy(ABC):
     @abstractmethod
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
         """Drafts wanted for each row, in order, each within [0, row.limit]. Asked once per step, for all
-        decoding rows."""
+        decoding rows; from then on the policy knows them."""
 
     @abstractmethod
     def observe(self, step: SpeculationStep) -> None:
         """Learn from a step that ran decoding rows, with drafts or without. A result with proposed = 0 says
-        nothing about its row; one of a row that was released since `lengths` is ignored."""
+        nothing about its row; one of a row that it does not know, or no more, is ignored."""
 
     def release(self, id: RequestId) -> None:
         """The request was preempted or has ended: forget it. Unknown ids are ignored."""

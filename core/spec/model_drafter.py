@@ -129,7 +129,7 @@ class ModelDrafter(Drafter):
         self._cache.check_integrity(live)
         known = self._sampling.keys() | self._num_checked.keys() | self._foreign
         if not known <= live:
-            raise InvariantViolation(f"L4: the drafter knows rows {sorted(known)}, live are {sorted(live)}")
+            raise InvariantViolation(f"L4: the drafter knows rows {sorted(known - live)}, which are not live")
 
     def close(self) -> None:
         self._model.close()

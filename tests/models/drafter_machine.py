@@ -1,4 +1,5 @@
-"""Random life of rows over a `ModelDrafter` on the fake backend (INVARIANTS V6; K1, K5, L4 of its cache).
+"""Random life of rows over a `ModelDrafter` on the fake backend (INVARIANTS V6; K1, K3 to K5,
+K9, L4 and T11 of its cache).
 
 The machine is target, verifier and scheduler in one: it accepts as many drafts as it likes, goes on with
 another token, preempts and cancels. It knows by itself what the drafter has computed and what it must draw,
@@ -180,9 +181,8 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         self.model = RecordingModel(DRAFT_VOCAB, num_blocks, block_size)
         self.drafter = type(self).make_drafter(self.model, self.config)
         self.rows: dict[RequestId, Row] = {}
-        self.texts: list[
-            tuple[list[int], int]
-        ] = []  # of all rows that were ever in the cache, and where it began
+        # Of all rows that were ever in the cache, and where it began.
+        self.texts: list[tuple[list[int], int]] = []
         self.num_submitted = 0
 
     # --- rules -------------------------------------------------------------------------------------------

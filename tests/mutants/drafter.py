@@ -69,7 +69,7 @@ class WholeCache(DraftCache):
             sequence.num_computed += 1
 
 
-class DeafCache(DraftCache):
+class OvercountingCache(DraftCache):
     """Counts a position more than was computed."""
 
     def written(self, job: DraftJob, drafts: tuple[TokenId, ...]) -> None:
@@ -124,12 +124,12 @@ class UntruncatedCache(DraftCache):
     """Forgets the blocks of rejected drafts, but does not give them back."""
 
     def _settle(self, row: DraftRow) -> None:
-        before = self._kv._pool.discard
+        pool = self._kv._pool
+        pool.discard = lambda block_ids: None  # type: ignore[method-assign]
         try:
-            self._kv._pool.discard = lambda block_ids: None  # type: ignore[method-assign]
             super()._settle(row)
         finally:
-            self._kv._pool.discard = before  # type: ignore[method-assign]
+            del pool.discard
 
 
 # --- who is in the cache (L3, L4, T11) -----------------------------------------------------------------
@@ -390,7 +390,7 @@ MUTANTS: dict[str, type[ModelDrafter]] = {
     "accepted drafts computed again": with_cache(ForgetfulCache),
     "last position computed again": with_cache(RepeatingCache),
     "last committed token kept": with_cache(WholeCache),
-    "a position counted that was not computed": with_cache(DeafCache),
+    "a position counted that was not computed": with_cache(OvercountingCache),
     "last draft counted as computed": LastDraftCountedDrafter,
     "drafts sealed": with_cache(HastyCache),
     "drafts published": with_cache(PublishingCache),

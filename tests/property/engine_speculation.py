@@ -43,13 +43,13 @@ ENDING_TOKENS = (2, 8)
 class DraftMemory:
     """What a draft model in a script has room for, and how much it differs from the target."""
 
-    num_kv_blocks: int = 8
-    block_size: int = 2
-    max_context: int = 24
-    first_tokens: int | None = None
-    spare_budget: int = 0  # catch-up tokens beyond the least that the rows need
-    num_missing_tokens: int = 0  # ids at the end of the target's vocabulary that it lacks
-    enable_prefix_caching: bool = True
+    num_kv_blocks: int
+    block_size: int
+    max_context: int
+    first_tokens: int | None
+    spare_budget: int  # catch-up tokens beyond the least that the rows need
+    num_missing_tokens: int  # ids at the end of the target's vocabulary that it lacks
+    enable_prefix_caching: bool
 
     def knows_as_much(self, max_model_len: int) -> bool:
         """Whether it sees what the target sees, and so draws what the target draws."""
@@ -165,6 +165,7 @@ class WatchedModelDrafter(Drafter):
         check_indexed_blocks(cache._kv, self.model)
 
     def check_drained(self) -> None:
+        self.inner.check_integrity(frozenset())
         kv = self.inner._cache._kv
         assert kv.num_free + kv.num_idle == kv.num_blocks, "draft blocks are lost (K9)"
 

@@ -1,4 +1,4 @@
-"""The model drafter over random lives of rows (INVARIANTS V4, V6, K1, K5, L4)."""
+"""The model drafter over random lives of rows (INVARIANTS V4, V6; K1, K3 to K5, K9, L4, T11)."""
 
 from __future__ import annotations
 

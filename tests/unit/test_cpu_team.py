@@ -18,7 +18,20 @@ from numpy.typing import NDArray
 from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.jit import native_function
 from mvllm.backends.cpu.pointers import i64_at
-from mvllm.backends.cpu.team import CONTROL, WORKER, Team, _choose_spins, _latest, meet, worker_at
+from mvllm.backends.cpu.team import (
+    _FIRST_REST,
+    _LONGEST_REST,
+    _SLEEP,
+    _SPINS,
+    CONTROL,
+    WORKER,
+    Team,
+    _choose_spins,
+    _latest,
+    _serve,
+    meet,
+    worker_at,
+)
 from mvllm.backends.cpu.team_size import TeamSize
 
 ROUNDS = 50
@@ -122,12 +135,18 @@ def test_idle_threads_sleep_and_are_woken_by_the_next_call(job: int) -> None:
         assert counts[1:3].tolist() == seen_by_threads(2, ROUNDS)
 
 
-def test_a_team_lets_the_one_that_is_called_next_have_its_cores(job: int) -> None:
+def test_idle_threads_do_not_spin_while_another_team_is_at_work() -> None:
+    latest, control, worker = np.zeros(1, np.int64), np.zeros(1, CONTROL), np.zeros(1, WORKER)
+    control["latest"], control["spins"] = latest.ctypes.data, 1 << 40  # it would spin for ever
+    worker["control"], worker["thread"] = control.ctypes.data, 1
+    latest[0] = control.ctypes.data + 1
+    assert _serve(worker.ctypes.data) == _SLEEP
+
+
+def test_every_call_makes_its_team_the_latest(job: int) -> None:
     with closing(Team(2, job)) as first, closing(Team(2, job)) as second:
         for team in (first, second, first):
-            counts = words()
-            team.run(counts.ctypes.data)
-            assert counts[1:3].tolist() == seen_by_threads(2, ROUNDS)
+            team.run(words().ctypes.data)
             assert team._crew is not None
             assert _latest.view(np.int64)[0] == team._crew._control
 
@@ -195,32 +214,43 @@ def test_a_forked_child_starts_threads_of_its_own(job: int) -> None:
 
 
 class _Spins:
-    """The control words of a team of two, told how often they slept in each call."""
+    """The control words of a team of two, told how often threads slept in each call."""
 
     def __init__(self) -> None:
         self._control, self._workers = np.zeros(1, CONTROL), np.zeros(2, WORKER)
+        self._control["spins"], self._control["rest_calls"] = _SPINS, _FIRST_REST
 
-    def after(self, naps: int, meetings: int) -> int:
-        """How long to spin after a call in which each of the two slept at `naps` of `meetings` barriers."""
-        self._workers["naps"], self._workers["meetings"] = naps, meetings
-        _choose_spins(self._control.ctypes.data, self._workers.ctypes.data, 2)
+    def after(self, naps: int, meetings: int, threads: int = 2) -> int:
+        """How long to spin after a call in which so many threads slept at `naps` of `meetings` barriers."""
+        self._control["call"] = threads
+        self._workers["naps"][:threads], self._workers["meetings"][:threads] = naps, meetings
+        _choose_spins(self._control.ctypes.data, self._workers.ctypes.data)
         return int(self._control["spins"][0])
+
+    def trials(self, calls: int) -> list[int]:
+        """The calls after which more spins are tried, though threads sleep at half of all barriers."""
+        return [call for call in range(calls) if self.after(50, 100) == _SPINS]
 
 
 def test_threads_spin_less_while_most_barriers_put_them_to_sleep() -> None:
     spins = _Spins()
-    long = spins.after(0, 0)
-    assert spins.after(10, 100) == long, "a few naps are bearable"
-    assert spins.after(50, 100) < long
-    assert spins.after(10, 100) == long, "all is well again"
+    assert spins.after(10, 100) == _SPINS, "a few naps are bearable"
+    assert spins.after(50, 100) < _SPINS
+    assert spins.after(10, 100) == _SPINS, "all is well again"
 
 
 def test_long_spins_are_tried_again_ever_more_rarely() -> None:
     spins = _Spins()
-    long = spins.after(0, 0)
-    chosen = [spins.after(50, 100) for _ in range(1000)]
-    trials = [call for call, found in enumerate(chosen) if found == long]
+    trials = spins.trials(1000)
     assert trials[:4] == [4, 13, 30, 63], "after rests of 4, 8, 16 and 32 calls"
-    assert max(np.diff(trials)) == 257
+    assert max(np.diff(trials)) == _LONGEST_REST + 1
     spins.after(0, 100)
-    assert [spins.after(50, 100) for _ in range(5)].index(long) == 4, "trials are frequent again"
+    assert spins.trials(5) == [4], "trials are frequent again"
+
+
+def test_calls_with_a_single_thread_change_nothing_about_spins() -> None:
+    spins = _Spins()
+    assert spins.trials(14) == [4, 13]
+    before = spins.after(50, 100)
+    assert spins.after(0, 0, threads=1) == before
+    assert spins.trials(20) == [15], "16 calls of rest"
