@@ -79,7 +79,8 @@ class AdaptiveLength(DraftLengthPolicy):
         num_rows = len(rows)
         if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and self._since_plain < PLAIN_EVERY:
             chosen: dict[RequestId, int] = {}
-            if self._draft.known:  # until then it is tried with one row
+            # Until it is known what drafts cost, they are tried with one row.
+            if self._draft.known and self._forward.curve(num_rows).is_known:
                 chances = [self._acceptance.survival(demand.id, self._cap(demand)) for demand in rows]
                 chosen = self._best(rows, chances, num_rows)
             idle = [demand for demand in rows if demand.limit > 0 and demand.id not in chosen]

@@ -54,6 +54,11 @@ class ForwardCurve:
         lows = [self._samples[tokens].low for tokens in reversed(self._tokens)]
         self._seconds = list(accumulate(lows, min))[::-1]
 
+    @property
+    def is_known(self) -> bool:
+        """Whether steps of different lengths were seen: before that, what a token more costs is a guess."""
+        return len(self._tokens) > 1
+
     def seconds(self, tokens: float) -> float:
         """Interpolated between what was measured, extended beyond it; 0 if nothing was."""
         if not self._tokens:

@@ -76,6 +76,9 @@ MUTANTS: dict[str, Mutant] = {
     "catching up costs nothing": Mutant(
         step_costs.DraftCosts, "catch_up_seconds", _catching_up_costs_nothing, "catching up is dear"
     ),
+    "costs of drafts are taken for known": Mutant(
+        step_costs.ForwardCurve, "is_known", property(lambda self: True), "more rows"
+    ),
     "it never tries again": Mutant(
         adaptive_length.AdaptiveLength, "_affordable_trial", _never_tries, "the text becomes better"
     ),

@@ -243,6 +243,20 @@ def test_a_new_drafter_is_tried_with_one_row_until_its_cost_is_known() -> None:
     assert all(run.lengths[3])
 
 
+def test_more_rows_than_were_timed_with_drafts_are_tried_with_one_of_them() -> None:
+    """With eight, each draft costs a good part of a step, and all rows would have to read first."""
+
+    def forward(rows: int, tokens: int) -> float:
+        return 0.025 + 0.005 * rows + 0.009 * (tokens - rows) * (rows / 8) ** 0.5
+
+    costs = replace(MEASURED, forward=forward, catch_up=0.001)
+    texts = [streaks(0.9, row, 128) for row in range(8)]
+    policy = AdaptiveLength()
+    simulate(policy, [streaks(0.9, 10 + row, 6) for row in range(2)], costs, prompt=850, first_id=100)
+    plain, run = (simulate(each, texts, costs, prompt=850) for each in (FixedLength(0), policy))
+    assert run.rate >= 0.98 * plain.rate
+
+
 def test_a_drafter_that_is_always_wrong_loses_what_was_set_aside_for_trials_and_no_more() -> None:
     for costs in (MODEL, MEASURED, lookup_costs(TODAY)):
         text = even_text(1000, 0.0, 7)
@@ -265,6 +279,7 @@ def test_a_row_whose_drafts_have_brought_something_is_given_up_later() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "catching up is dear": test_a_drafter_that_would_have_to_catch_up_at_a_high_price_is_left_alone,
     "the text becomes better": test_it_starts_again_when_the_text_changes_for_the_better,
+    "more rows": test_more_rows_than_were_timed_with_drafts_are_tried_with_one_of_them,
 }
 
 
