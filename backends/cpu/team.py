@@ -128,14 +128,15 @@ def _serve(worker_address: Any) -> Any:
     # Read here: a spinning thread had better leave alone what a caller is about to write.
     latest, spins = control.latest, _BETWEEN_CALLS * control.spins
     while True:
-        if atomic_load(worker.control + _CLOSED) != 0:
-            return _CLOSE
+        is_closed = atomic_load(worker.control + _CLOSED) != 0
         call = atomic_load(worker.control)
         is_new = call != worker.call
         worker.call = call
         if is_new and worker.thread < call % _CALL_STEP:
             _work(worker_address, call)
             tries, spins = 0, _BETWEEN_CALLS * control.spins
+        elif is_closed:  # after the last call: who takes part in it counts on this thread
+            return _CLOSE
         elif tries < spins + _IDLE_NAPS:
             if atomic_load(latest) != worker.control:  # another team was called, and may need this core
                 tries = max(tries, spins)

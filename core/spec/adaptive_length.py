@@ -27,6 +27,7 @@ MAX_TRIAL = 4  # drafts
 PLAIN_EVERY = 128  # steps between measurements of a step without drafts
 CATCH_UP_ROUNDS = 64  # rounds of drafting over which the cost of catching up has to come back
 PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
+PROPOSING_DRIFT = 0.01  # back to 1, for each step in which the row was not asked to draft
 LEAST_GAIN = 0.02  # of tokens per second, if all rows may draft; for less it is not worth the risk
 LEAST_SURVIVAL = 0.02  # drafts less likely to be accepted than this are not considered
 
@@ -142,7 +143,8 @@ class AdaptiveLength(DraftLengthPolicy):
         """Drafts for the row of which least is known, if they may pay and the savings cover their loss."""
         uncertain = max(idle, key=self._worth_trying)
         hope = list(accumulate([HOPE] * self._cap(uncertain), mul))
-        if not self._best([uncertain], [hope], num_rows):
+        # Without knowing what drafts cost, nobody can say that they don't pay.
+        if self._forward.curve(num_rows).is_known and not self._best([uncertain], [hope], num_rows):
             return {}
         without = self._forward.seconds(num_rows, num_tokens)
         catch_up = self._draft.catch_up_seconds() * uncertain.num_behind
@@ -162,11 +164,12 @@ class AdaptiveLength(DraftLengthPolicy):
         """Tokens that steps without drafts give in so many seconds. Such a step was measured."""
         return seconds * num_rows / self._forward.seconds(num_rows, num_rows)
 
-    def _worth_trying(self, demand: DraftDemand) -> float:
+    def _worth_trying(self, demand: DraftDemand) -> tuple[float, float]:
         """Greatest for the row that a trial is to tell of."""
+        proposing = self._rows[demand.id].proposing
         if not self._draft.known:
-            return -demand.num_behind  # the same row twice shows a pass by itself
-        return self._acceptance.variance(demand.id) * self._rows[demand.id].proposing
+            return -demand.num_behind, proposing  # the same row twice shows a pass by itself
+        return self._acceptance.variance(demand.id) * proposing, proposing
 
     # --- learn -------------------------------------------------------------------------------------------
 
@@ -180,6 +183,8 @@ class AdaptiveLength(DraftLengthPolicy):
             row = self._rows[result.id]
             if row.asked > 0:
                 row.proposing += PROPOSING_WEIGHT * (float(result.proposed > 0) - row.proposing)
+            else:
+                row.proposing += PROPOSING_DRIFT * (1.0 - row.proposing)
 
     def _observe_forward(self, step: SpeculationStep) -> None:
         num_drafts = sum([result.proposed for result in step.results])

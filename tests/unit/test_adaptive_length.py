@@ -6,6 +6,7 @@ same world, which knows everything.
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -49,6 +50,10 @@ def with_a_jump(rows: int, tokens: int) -> float:
     return 0.033 if tokens == 1 else 0.045 + 0.001 * tokens
 
 
+def with_cheap_tokens(rows: int, tokens: int) -> float:
+    return 0.1 + 0.001 * tokens
+
+
 def small_model(rows: int) -> float:
     return 0.012 + 0.0005 * rows
 
@@ -67,6 +72,7 @@ DEAR, STEEP, JUMP = (
     Costs(compute_bound, lookup),
     Costs(with_a_jump, lookup),
 )
+CHEAP = Costs(with_cheap_tokens, lookup)
 
 
 def batched(rows: int, tokens: int) -> float:
@@ -119,6 +125,8 @@ WORLDS = {
     "eight rows, free drafts": World(FREE, lambda seed: even_text(300, 0.8, seed), rows=8),
     "eight rows, never right": World(MODEL, lambda seed: even_text(300, 0.0, seed), rows=8),
     "eight rows, copies": World(FREE, lambda seed: copied_text(300, 0.8, 40, seed), rows=8),
+    # What a token more costs is far less here than one would guess.
+    "thirty rows, cheap tokens": World(CHEAP, lambda seed: even_text(200, 0.9, seed), rows=30, near=0.85),
     # A draft model that reads 64 tokens before it begins, which takes as long as three steps.
     "reads first, often right": World(MEASURED, lambda seed: streaks(0.87, seed), prompt=850),
     "reads first, learns": World(
@@ -255,6 +263,22 @@ def test_more_rows_than_were_timed_with_drafts_are_tried_with_one_of_them() -> N
     simulate(policy, [streaks(0.9, 10 + row, 6) for row in range(2)], costs, prompt=850, first_id=100)
     plain, run = (simulate(each, texts, costs, prompt=850) for each in (FixedLength(0), policy))
     assert run.rate >= 0.98 * plain.rate
+
+
+def test_a_drafter_that_was_silent_for_long_is_asked_again() -> None:
+    silent = replace(told_text([False] * 120), proposes=[False] * 120)
+    for rows in (1, 8, 30):
+        texts = [joined(silent, even_text(300, 1.0, row)) for row in range(rows)]
+        run = simulate(AdaptiveLength(), texts, CHEAP)
+        assert run.rate >= 1.5 * simulate(FixedLength(0), texts, CHEAP).rate
+
+
+def test_a_drafter_that_seldom_has_a_proposal_is_not_given_up() -> None:
+    for seed in range(5):
+        rng = random.Random(seed)
+        text = replace(even_text(2000, 1.0, seed), proposes=[rng.random() < 0.04 for _ in range(2000)])
+        run = simulate(AdaptiveLength(), [text], FREE)
+        assert any(lengths != [0] for lengths in run.lengths[-50:])
 
 
 def test_a_drafter_that_is_always_wrong_loses_what_was_set_aside_for_trials_and_no_more() -> None:

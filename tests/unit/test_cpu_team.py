@@ -161,6 +161,17 @@ def test_close_ends_all_threads_and_may_be_repeated(job: int) -> None:
     assert workers_alive() == before
 
 
+def test_closing_a_team_at_work_lets_it_finish(job: int) -> None:
+    for _ in range(200):
+        team, counts = Team(2, job), words()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(team.run, counts.ctypes.data)
+            team.close()
+            running.result(timeout=60)
+        team.close()
+        assert counts[1:3].tolist() == seen_by_threads(2, ROUNDS)
+
+
 def test_threads_of_a_forgotten_team_end(job: int) -> None:
     before = workers_alive()
     team = Team(2, job)
