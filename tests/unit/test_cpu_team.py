@@ -19,6 +19,8 @@ from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.jit import native_function
 from mvllm.backends.cpu.pointers import i64_at
 from mvllm.backends.cpu.team import (
+    _CALL_STEP,
+    _CLOSE,
     _FIRST_REST,
     _LONGEST_REST,
     _SLEEP,
@@ -161,15 +163,21 @@ def test_close_ends_all_threads_and_may_be_repeated(job: int) -> None:
     assert workers_alive() == before
 
 
-def test_closing_a_team_at_work_lets_it_finish(job: int) -> None:
-    for _ in range(200):
-        team, counts = Team(2, job), words()
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(team.run, counts.ctypes.data)
-            team.close()
-            running.result(timeout=60)
-        team.close()
-        assert counts[1:3].tolist() == seen_by_threads(2, ROUNDS)
+def _mark(argument: Any, worker: Any) -> None:
+    atomic_add(argument, 1)
+
+
+def test_a_thread_takes_part_in_the_last_call_though_the_team_is_closed() -> None:
+    function = native_function("void(int64, int64)", _mark)
+    marks, control, worker = np.zeros(1, np.int64), np.zeros(1, CONTROL), np.zeros(1, WORKER)
+    control["job"], control["argument"] = function.address, marks.ctypes.data
+    control["call"], control["closed"] = _CALL_STEP + 2, 1
+    control["arrivals"], control["base"] = 1, 0  # the caller waits at the end of the call
+    control["latest"] = marks.ctypes.data
+    worker["control"], worker["thread"] = control.ctypes.data, 1
+    assert _serve(worker.ctypes.data) == _CLOSE
+    assert marks[0] == 1
+    assert control["arrivals"][0] == 2
 
 
 def test_threads_of_a_forgotten_team_end(job: int) -> None:
