@@ -14,6 +14,7 @@ lowest numbers. Words shared between threads lie on cache lines of their own.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -31,51 +32,57 @@ from mvllm.backends.cpu.pointers import call_operation, i64_at, record_at
 from mvllm.backends.cpu.team_size import TeamSize
 
 _OWN_LINE = ("call", "arrivals", "closed")
-_PER_CALL = ("job", "latest", "argument", "base", "spins", "rest_calls", "resting_calls")
+_SETTINGS = ("job", "latest", "long_spins", "short_spins")
+_PER_CALL = ("argument", "base", "spins", "rest_calls", "resting_calls")
 CONTROL = np.dtype(
     {
-        "names": [*_OWN_LINE, *_PER_CALL],
-        "formats": [np.int64] * len((*_OWN_LINE, *_PER_CALL)),
+        "names": [*_OWN_LINE, *_SETTINGS, *_PER_CALL],
+        "formats": [np.int64] * len((*_OWN_LINE, *_SETTINGS, *_PER_CALL)),
         "offsets": [
             *range(0, 3 * LINE_BYTES, LINE_BYTES),
-            *range(3 * LINE_BYTES, 3 * LINE_BYTES + 8 * len(_PER_CALL), 8),
+            *range(3 * LINE_BYTES, 3 * LINE_BYTES + 8 * len(_SETTINGS), 8),
+            *range(4 * LINE_BYTES, 4 * LINE_BYTES + 8 * len(_PER_CALL), 8),
         ],
-        "itemsize": 4 * LINE_BYTES,
+        "itemsize": 5 * LINE_BYTES,
     }
 )
 """Shared words, first those with a line of their own: the current call, arrivals at barriers so far, whether
-the team is closed. Then what to run, where to read which team was called last (`_latest`), and of this call
-its argument, the arrivals before it, and the tries that a thread spins at a barrier; for how many calls
-threads spin less if they sleep too often, and how many of these are left (`_choose_spins`).
+the team is closed. Then what to run, where to read which team was called last (`_latest`), and for how many
+tries a thread may spin at a barrier, long or short. Then of this call its argument, the arrivals before it
+and the tries chosen for it; for how many calls threads spin less if they sleep too often, and how many of
+these are left (`_choose_spins`).
 
 A call is its number times `_CALL_STEP`, plus how many threads it counts on: one word, so that no thread sees
 the one without the other. `arrivals` only grows, so no thread has to reset what another still reads."""
 
+_PER_WORKER = ("thread", "threads", "control", "meetings", "call", "took_ns", "waited_ns", "naps")
 WORKER = np.dtype(
     {
-        "names": ["thread", "threads", "control", "meetings", "call", "waited_ns", "naps", "asleep"],
-        "formats": [np.int64] * 8,
-        "offsets": [0, 8, 16, 24, 32, 40, 48, LINE_BYTES],
+        "names": [*_PER_WORKER, "asleep"],
+        "formats": [np.int64] * (len(_PER_WORKER) + 1),
+        "offsets": [*range(0, LINE_BYTES, 8), LINE_BYTES],
         "itemsize": 2 * LINE_BYTES,
     }
 )
 """One thread's own words: its number, how many work in this call, the barriers of this call so far, the last
-call that it saw, how long it waited for others in this call beyond a moment, at how many of this call's
-barriers it slept, and the flag "asleep" (1: the thread waits on its semaphore or is about to; who changes it
-back to 0 decides whether the semaphore is released)."""
+call that it saw, how long that took it, how much of this it waited for others beyond a moment, at how many of
+the call's barriers it slept, and the flag "asleep" (1: the thread waits on its semaphore or is about to; who
+changes it back to 0 decides whether the semaphore is released)."""
 
 _ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, LINE_BYTES  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
 _CALL_STEP = 1 << 16
 
-_SPINS = 10_000
-"""Tries before a thread sleeps at a barrier, 200 us on Zen 3 and 4: longer than an undisturbed one waits, and
-than a sleeping partner takes to wake up on Linux."""
+_LONG_SPIN_US = 200
+"""How long a thread spins at a barrier before it sleeps: longer than an undisturbed one waits, and than a
+sleeping partner takes to wake up on Linux (100 to 140 us)."""
 
-_FEWER_SPINS = 2000
+_SHORT_SPIN_US = 40
 """The same where threads lack cores: there each barrier waits for one that can only run when others sleep."""
 
-_BEARABLE_NAPS = 8  # barriers to each one that a thread sleeps at; more sleep means that cores are lacking
+_MEASURED_TRIES = 2000  # to learn how long one takes
+_BEARABLE_NAPS = 8  # barriers to each one that a thread sleeps at ...
+_BEARABLE_WAIT = 8  # ... and time of a call to what it waits: more of both means that cores are lacking
 _FIRST_REST, _LONGEST_REST = 4, 256  # calls with fewer spins before the next trial of more
 _BETWEEN_CALLS = 6  # times the spins at a barrier: what a caller does between two calls takes about so long
 _IDLE_NAPS = 100  # then, before a worker goes to sleep in Python: some milliseconds
@@ -115,8 +122,10 @@ def _work(worker_address: Any, call: Any) -> Any:
     worker = worker_at(worker_address)
     control = control_at(worker.control)
     worker.threads, worker.meetings, worker.waited_ns, worker.naps = call % _CALL_STEP, 0, 0, 0
+    started = now_ns()
     call_operation(control.job, control.argument, worker_address)
     meet(worker_address)
+    worker.took_ns = now_ns() - started
 
 
 @kernel("int64(int64)")
@@ -172,22 +181,25 @@ def _choose_spins(control_address: Any, workers: Any) -> Any:
     Where cores are lacking, spinning keeps others from one. But threads that spin less than a sleep takes may
     just keep each other asleep, so more is tried again now and then, ever more rarely.
     """
-    control, naps, meetings = control_at(control_address), 0, 0
+    control, naps, meetings, took_ns, waited_ns = control_at(control_address), 0, 0, 0, 0
     for thread in range(control.call % _CALL_STEP):
         worker = worker_at(workers + thread * _WORKER_BYTES)
         naps += worker.naps
         meetings += worker.meetings
+        took_ns += worker.took_ns
+        waited_ns += worker.waited_ns
     if meetings == 0:  # a single thread tells nothing
         return
-    if naps * _BEARABLE_NAPS <= meetings:
-        control.spins, control.rest_calls = _SPINS, _FIRST_REST
-    elif control.spins == _SPINS:
-        control.spins, control.resting_calls = _FEWER_SPINS, control.rest_calls
+    # Where stages are long threads often wait long enough to sleep, but little all the same.
+    if naps * _BEARABLE_NAPS <= meetings or waited_ns * _BEARABLE_WAIT < took_ns:
+        control.spins, control.rest_calls = control.long_spins, _FIRST_REST
+    elif control.spins == control.long_spins:
+        control.spins, control.resting_calls = control.short_spins, control.rest_calls
         control.rest_calls = min(2 * control.rest_calls, _LONGEST_REST)
     else:
         control.resting_calls -= 1
         if control.resting_calls == 0:
-            control.spins = _SPINS
+            control.spins = control.long_spins
 
 
 @kernel("int64(int64, int64, int64, int64, int64)")
@@ -231,8 +243,25 @@ def _start_close(control_address: Any, workers: Any, threads: Any, sleepers: Any
     return _wake(workers, threads, sleepers)
 
 
-TEAM_KERNELS: tuple[Any, ...] = (_serve, _call, _take_part, _waited_ns, _start_close)
+@kernel("void(int64)")
+def _spin(tries: Any) -> Any:
+    for tried in range(tries):
+        back_off(tried, tries)
+
+
+TEAM_KERNELS: tuple[Any, ...] = (_serve, _call, _take_part, _waited_ns, _start_close, _spin)
 """What is called from Python."""
+
+
+@functools.cache
+def _tries_per_us() -> float:
+    """How often a spinning thread tries in a microsecond: 50 times on Zen 4, 90 times on an Intel Xeon."""
+    times_ns = []
+    for _ in range(3):
+        start = time.perf_counter_ns()
+        _spin(_MEASURED_TRIES)
+        times_ns.append(time.perf_counter_ns() - start)
+    return 1000 * _MEASURED_TRIES / max(1, min(times_ns))
 
 
 class _Crew:
@@ -250,7 +279,9 @@ class _Crew:
         self._sleepers_address = self._sleepers.ctypes.data
         control = self._words.view(CONTROL)
         control["job"], control["latest"] = job, _latest.ctypes.data
-        control["spins"], control["rest_calls"] = _SPINS, _FIRST_REST
+        control["long_spins"] = _LONG_SPIN_US * _tries_per_us()
+        control["short_spins"] = _SHORT_SPIN_US * _tries_per_us()
+        control["spins"], control["rest_calls"] = control["long_spins"], _FIRST_REST
         workers = self._worker_words.view(WORKER)
         workers["thread"] = np.arange(threads)
         workers["control"] = self._control

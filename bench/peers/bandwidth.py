@@ -12,8 +12,6 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-ARRAY_BYTES = 1 << 28  # many times the last cache
-
 
 def _sum(values: Any) -> Any:
     """Sum over four streams, which keeps more reads under way than one."""
@@ -27,10 +25,12 @@ def _sum(values: Any) -> Any:
 class ReadBandwidth:
     """Reads one large array over and over with a fixed number of threads, which sleep between measurements.
 
+    What a cache has room for is read faster, so the array should be as large as what is compared with it.
+
     Owns the array and the threads; ends them with `close` or the `with` block.
     """
 
-    def __init__(self, threads: int, array_bytes: int = ARRAY_BYTES) -> None:
+    def __init__(self, threads: int, array_bytes: int) -> None:
         self._kernel = numba.njit("int64(int64[::1])", nogil=True)(_sum)
         self._parts: list[NDArray[np.int64]] = np.split(
             np.ones(array_bytes // 8 // (4 * threads) * 4 * threads, np.int64), threads

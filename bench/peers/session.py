@@ -109,7 +109,7 @@ def measure(
             for each in commands
         ]
         results.begin(_facts(plan, checkpoint, engines))
-        bandwidth = stack.enter_context(ReadBandwidth(plan.threads))
+        bandwidth = stack.enter_context(ReadBandwidth(plan.threads, bytes_read_per_step(checkpoint.weights)))
         for case in plan.cases:
             for round in _rounds(case, plan, engines, ids, bandwidth, results, deadline):
                 results.add(round)

@@ -24,7 +24,6 @@ from mvllm.backends.cpu.team import (
     _FIRST_REST,
     _LONGEST_REST,
     _SLEEP,
-    _SPINS,
     CONTROL,
     WORKER,
     Team,
@@ -232,30 +231,50 @@ def test_a_forked_child_starts_threads_of_its_own(job: int) -> None:
         assert counts[0] == 2 * ROUNDS
 
 
+_LONG, _SHORT = 1000, 200
+
+
 class _Spins:
     """The control words of a team of two, told how often threads slept in each call."""
 
     def __init__(self) -> None:
         self._control, self._workers = np.zeros(1, CONTROL), np.zeros(2, WORKER)
-        self._control["spins"], self._control["rest_calls"] = _SPINS, _FIRST_REST
+        self._control["long_spins"], self._control["short_spins"] = _LONG, _SHORT
+        self._control["spins"], self._control["rest_calls"] = _LONG, _FIRST_REST
 
-    def after(self, naps: int, meetings: int, threads: int = 2) -> int:
-        """How long to spin after a call in which so many threads slept at `naps` of `meetings` barriers."""
+    def after(self, naps: int, meetings: int, threads: int = 2, waited: float = 0.5) -> int:
+        """How long to spin after a call in which each of so many threads slept at `naps` of `meetings`
+        barriers and waited for a share of its time."""
         self._control["call"] = threads
         self._workers["naps"][:threads], self._workers["meetings"][:threads] = naps, meetings
+        self._workers["took_ns"][:threads], self._workers["waited_ns"][:threads] = 10**6, int(waited * 10**6)
         _choose_spins(self._control.ctypes.data, self._workers.ctypes.data)
         return int(self._control["spins"][0])
 
     def trials(self, calls: int) -> list[int]:
         """The calls after which more spins are tried, though threads sleep at half of all barriers."""
-        return [call for call in range(calls) if self.after(50, 100) == _SPINS]
+        return [call for call in range(calls) if self.after(50, 100) == _LONG]
 
 
 def test_threads_spin_less_while_most_barriers_put_them_to_sleep() -> None:
     spins = _Spins()
-    assert spins.after(10, 100) == _SPINS, "a few naps are bearable"
-    assert spins.after(50, 100) < _SPINS
-    assert spins.after(10, 100) == _SPINS, "all is well again"
+    assert spins.after(10, 100) == _LONG, "a few naps are bearable"
+    assert spins.after(50, 100) == _SHORT
+    assert spins.after(10, 100) == _LONG, "all is well again"
+
+
+def test_threads_spin_as_long_as_before_if_naps_take_little_of_a_long_call() -> None:
+    spins = _Spins()
+    assert spins.after(50, 100, waited=0.1) == _LONG
+    assert spins.after(50, 100, waited=0.2) == _SHORT
+
+
+def test_a_team_knows_how_often_a_thread_tries_in_the_time_it_may_spin(job: int) -> None:
+    with closing(Team(2, job)) as team:
+        team.run(words().ctypes.data)
+        assert team._crew is not None
+        control = team._crew._words.view(CONTROL)
+        assert control["spins"] == control["long_spins"] > control["short_spins"] > 0
 
 
 def test_long_spins_are_tried_again_ever_more_rarely() -> None:
