@@ -101,7 +101,9 @@ def _for_each_group(emitter: Emitter, rows: Value, emit: Callable[[int, Value, l
 
     emitter.loop(before_last, [], group)
     last = emitter.builder.sub(rows, covered)
-    emit_for_count(emitter, last, MAX_WIDTH, lambda width: emit(width, covered, [AHEAD, _AHEAD_AGAIN]))
+    emit_for_count(
+        emitter, last, range(1, MAX_WIDTH + 1), lambda width: emit(width, covered, [AHEAD, _AHEAD_AGAIN])
+    )
 
 
 def _load_kv(emitter: Emitter, dtype: str, address: Value, offset: Value | int) -> Value:

@@ -12,7 +12,15 @@ from collections.abc import Callable
 
 from mvllm.backends.cpu.isa import ISAS, Isa, half_to_float
 from mvllm.backends.cpu.layout import DENSE, DenseLayout
-from mvllm.backends.cpu.panel import Form, PanelShape, emit_prefetch_lines, emit_start_sums, emit_store_sums
+from mvllm.backends.cpu.panel import (
+    Form,
+    PanelShape,
+    emit_prefetch_lines,
+    emit_start_sums,
+    emit_store_sums,
+    output_addresses,
+)
+from mvllm.backends.cpu.reading import Reading
 from mvllm.backends.cpu.vector import (
     F16,
     F32,
@@ -26,8 +34,7 @@ from mvllm.backends.cpu.vector import (
     vector,
 )
 
-ROW_BLOCKS = 4
-"""Row blocks of a one-token tile."""
+_READING = Reading(streams=4, bytes_ahead=256, past_caches=False)
 
 PANEL_SHAPE = PanelShape(blocks=2, tokens=6)
 
@@ -37,9 +44,9 @@ CHUNK_INPUTS = 128
 UNROLL = 4
 """Inputs of a round of a tile's loop."""
 
-# Prefetch distances, bytes. A tile of many tokens works long enough on its weights for memory to answer from
-# further away.
-_PREFETCH_FEW, _PREFETCH_MANY = 256, 2560
+# Bytes that are prefetched ahead. A tile of many tokens works long enough on its weights for memory to answer
+# from further away.
+_FAR_PREFETCH = 2560
 _FEW_TOKENS = 3
 
 
@@ -67,12 +74,13 @@ def emit_dense_tile(
     activations: Value,
     activation_stride: Value,
     out: Value,
+    out_block_stride: Value,
     out_stride: Value,
     inputs: Value,
     is_first: Value | None = None,
     prefetch: Callable[[Value], None] | None = None,
 ) -> None:
-    """out[token, block, lane] of adjacent row blocks and tokens; strides in bytes.
+    """out[token, block, lane] of some row blocks and tokens; strides in bytes.
 
     With `is_first` the weights are a panel's, in the cache, and their products are added to `out` unless
     `is_first` is 1; `prefetch(n)` is emitted in round n, of `UNROLL` inputs.
@@ -80,14 +88,14 @@ def emit_dense_tile(
     row_bytes = layout.value_bytes * isa.lanes
     starts = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(blocks)]
     tokens_at = [emitter.offset(activations, emitter.times(activation_stride, t)) for t in range(tokens)]
-    outs = [emitter.offset(out, emitter.times(out_stride, t)) for t in range(tokens)]
+    outs = output_addresses(emitter, blocks, tokens, out, out_block_stride, out_stride)
 
     def step(first_input: Value, width: int, sums: list[Value]) -> list[Value]:
         at = [emitter.offset(start, emitter.times(first_input, row_bytes)) for start in starts]
         x_offset = emitter.times(first_input, 4)
         xs = [emitter.offset(address, x_offset) for address in tokens_at]
         if prefetch is None:
-            ahead = _PREFETCH_FEW if tokens <= _FEW_TOKENS else _PREFETCH_MANY
+            ahead = _READING.bytes_ahead if tokens <= _FEW_TOKENS else _FAR_PREFETCH
             for address in at:
                 emitter.prefetch(emitter.offset(address, ahead), width * row_bytes)
         elif width == UNROLL:
@@ -101,9 +109,9 @@ def emit_dense_tile(
             ]
         return [emitter.pin(sum_, isa.register) for sum_ in sums]
 
-    sums = emit_start_sums(emitter, isa, blocks, outs, is_first)
+    sums = emit_start_sums(emitter, isa, outs, is_first)
     sums = _for_each_input(emitter, inputs, sums, step)
-    emit_store_sums(emitter, isa, blocks, outs, sums)
+    emit_store_sums(emitter, outs, sums)
 
 
 def _for_each_input(
@@ -157,7 +165,8 @@ def dense_form(isa: Isa, layout: DenseLayout) -> Form:
     return Form(
         inputs_per_step=1,
         activation_step_bytes=4,
-        row_blocks=ROW_BLOCKS,
+        reading=_READING,
+        streamed_tokens=1,
         tile_blocks=1,
         tile_tokens=isa.max_tokens,
         panel=PANEL_SHAPE,
@@ -213,6 +222,7 @@ def emit_dense_panel_tile(
         activations,
         activation_stride,
         out,
+        I64(4 * isa.lanes),
         out_stride,
         inputs,
         is_first,

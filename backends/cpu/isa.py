@@ -77,7 +77,7 @@ class Isa:
     name: str
     lanes: int
     max_tokens: int  # tokens of the largest tile, panels apart
-    streamed_tokens: int  # up to so many, quantized weights are read one row block after the other
+    streamed_tokens: int  # up to so many are multiplied with streams of quantized weights (`reading`)
     register: str | None  # inline-assembly constraint of a vector register, None: don't pin
     features: frozenset[str]  # LLVM feature names that the emitted code needs
     native_half: bool  # the hardware converts float16 vectors

@@ -19,7 +19,7 @@ from mvllm.backends.cpu.jit import kernel, native_function
 from mvllm.backends.cpu.layout import DENSE, GROUP, ActivationLayout
 from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import emit_call
-from mvllm.backends.cpu.products import form_of, multiply_panel, multiply_rows, multiply_tile, unpack_panel
+from mvllm.backends.cpu.products import form_of, multiply_panel, multiply_streams, multiply_tile, unpack_panel
 from mvllm.backends.cpu.quantized_kernels import dequantize_row, quantize_groups
 from mvllm.backends.cpu.vector import I64, Emitter, Value, emitted, stack_memory
 
@@ -103,7 +103,8 @@ def matmul_address(format_name: str, isa: Isa, records: ActivationLayout) -> int
         4 * isa.lanes,
         form.inputs_per_step,
         form.activation_step_bytes,
-        form.row_blocks,
+        form.reading.streams,
+        form.streamed_tokens,
         form.tile_blocks,
         form.tile_tokens,
         form.panel.blocks,
@@ -144,7 +145,8 @@ def _make_matmul(
     out_block_bytes: int,
     inputs_per_step: int,
     step_bytes: int,
-    row_blocks: int,
+    streams: int,
+    streamed_tokens: int,
     tile_blocks: int,
     tile_tokens: int,
     panel_blocks: int,
@@ -164,19 +166,31 @@ def _make_matmul(
         panels_from = max(2, load_field(descriptor, PANELS_FROM))
         by_panels = tokens >= panels_from and last_block - first_block >= panel_blocks
         scratch = stack_memory(scratch_bytes)
-        if tokens == 1:
-            while first_block + row_blocks <= last_block:
-                multiply_rows(
+        if tokens <= streamed_tokens and not by_panels:
+            # As many parts of the row blocks are read side by side as there are streams.
+            part = (last_block - first_block) // streams
+            block = first_block
+            while block < last_block:
+                together = streams if block < first_block + part else 1
+                multiply_streams(
                     format_name,
                     isa_name,
                     activation_name,
-                    weights + first_block * block_stride,
-                    block_stride,
+                    together,
+                    tokens,
+                    weights + block * block_stride,
+                    part * block_stride,
                     activations,
-                    out + first_block * out_block_bytes,
+                    activation_stride,
+                    out + block * out_block_bytes,
+                    part * out_block_bytes,
+                    out_stride,
                     steps,
                 )
-                first_block += row_blocks
+                block += 1
+                if block == first_block + part:
+                    block = first_block + part * streams
+            return
         at_once = max(panel_tokens, min(tokens, _L2_ACTIVATION_BYTES // activation_stride))
         parts = (tokens + at_once - 1) // at_once
         start = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.memory import LINE_BYTES
+from mvllm.backends.cpu.reading import Reading
 from mvllm.backends.cpu.vector import F32, I64, Emitter, Value, constant, vector
 
 
@@ -23,7 +25,8 @@ class Form:
 
     inputs_per_step: int
     activation_step_bytes: int
-    row_blocks: int  # that the form of rows takes at once
+    reading: Reading  # of the streams
+    streamed_tokens: int  # that streams are for, at most
     tile_blocks: int  # row blocks of a tile
     tile_tokens: int  # of the largest tile
     panel: PanelShape
@@ -33,29 +36,39 @@ class Form:
     scratch_bytes: int  # an unpacked panel
 
 
-def emit_start_sums(
-    emitter: Emitter, isa: Isa, blocks: int, outs: list[Value], is_first: Value | None
+def output_addresses(
+    emitter: Emitter,
+    blocks: int,
+    tokens: int,
+    out: Value,
+    out_block_stride: Value,
+    out_stride: Value,
 ) -> list[Value]:
-    """A tile's sums before it, token by token, row block by row block.
+    """Where a tile's sums go, token by token, row block by row block; strides in bytes."""
+    return [
+        emitter.offset(out, emitter.times(out_stride, token), emitter.times(out_block_stride, block))
+        for token in range(tokens)
+        for block in range(blocks)
+    ]
 
-    Zeros, or with `is_first`, unless it is 0, what is at the addresses `outs` of the tokens' outputs.
+
+def emit_start_sums(emitter: Emitter, isa: Isa, outs: Sequence[Value], is_first: Value | None) -> list[Value]:
+    """A tile's sums before it, of the outputs at the addresses `outs`.
+
+    Zeros, or with `is_first`, if that is 0, what is at these addresses.
     """
     zero = constant(F32, isa.lanes, 0.0)
     if is_first is None:
-        return [zero] * (len(outs) * blocks)
+        return [zero] * len(outs)
     fresh = emitter.builder.icmp_signed("!=", is_first, I64(0))
-    before = [
-        emitter.load(vector(F32, isa.lanes), out, 4 * isa.lanes * block)
-        for out in outs
-        for block in range(blocks)
-    ]
+    before = [emitter.load(vector(F32, isa.lanes), out) for out in outs]
     return [emitter.builder.select(fresh, zero, value) for value in before]
 
 
-def emit_store_sums(emitter: Emitter, isa: Isa, blocks: int, outs: list[Value], sums: list[Value]) -> None:
-    """Store a tile's sums, ordered as `emit_start_sums` has them."""
-    for index, sum_ in enumerate(sums):
-        emitter.store(sum_, outs[index // blocks], 4 * isa.lanes * (index % blocks))
+def emit_store_sums(emitter: Emitter, outs: Sequence[Value], sums: Sequence[Value]) -> None:
+    """Store a tile's sums at the addresses of its outputs."""
+    for out, sum_ in zip(outs, sums, strict=True):
+        emitter.store(sum_, out)
 
 
 def emit_prefetch_lines(

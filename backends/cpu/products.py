@@ -10,7 +10,7 @@ from mvllm.backends.cpu import dense_kernels, quantized_kernels, quantized_panel
 from mvllm.backends.cpu.isa import ISAS, Isa
 from mvllm.backends.cpu.layout import ACTIVATION_LAYOUTS, DENSE, QUANTIZED, ActivationLayout
 from mvllm.backends.cpu.panel import Form
-from mvllm.backends.cpu.vector import I64, Emitter, Value, emit_for_count, emitted
+from mvllm.backends.cpu.vector import Emitter, Value, emit_for_count, emitted
 
 
 def form_of(format_name: str, isa: Isa, records: ActivationLayout) -> Form:
@@ -26,70 +26,48 @@ def _emit_tile(
     isa_name: str,
     activation_name: str,
     tokens: Value,
-    weights: Value,
-    block_stride: Value,
-    activations: Value,
-    activation_stride: Value,
-    out: Value,
-    out_block_stride: Value,
-    out_stride: Value,
-    steps: Value,
+    *addresses_and_sizes: Value,
 ) -> None:
     isa, records = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name]
     form = form_of(format_name, isa, records)
 
-    def emit_dense(count: int) -> None:  # row blocks adjoin in `out`
-        source = (weights, block_stride, activations, activation_stride)
+    def emit(count: int) -> None:
         size = (form.tile_blocks, count)
-        dense_kernels.emit_dense_tile(
-            emitter, isa, DENSE[format_name], *size, *source, out, out_stride, steps
-        )
+        if format_name in DENSE:
+            dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], *size, *addresses_and_sizes)
+        else:
+            layout = QUANTIZED[format_name]
+            quantized_kernels.emit_tile(emitter, isa, layout, records, *size, *addresses_and_sizes)
 
-    def emit_quantized(count: int) -> None:
-        together = 1 if count <= isa.streamed_tokens else form.tile_blocks
-        for first in range(0, form.tile_blocks, together):
-            quantized_kernels.emit_tile(
-                emitter,
-                isa,
-                QUANTIZED[format_name],
-                records,
-                together,
-                count,
-                emitter.offset(weights, emitter.times(block_stride, first)),
-                block_stride,
-                activations,
-                activation_stride,
-                emitter.offset(out, emitter.times(out_block_stride, first)),
-                out_block_stride,
-                out_stride,
-                steps,
-            )
-
-    if format_name in DENSE:
-        emit_for_count(emitter, tokens, form.tile_tokens, emit_dense)
-    else:
-        emit_for_count(emitter, tokens, form.tile_tokens, emit_quantized, smallest=2)
+    emit_for_count(emitter, tokens, range(2, form.tile_tokens + 1), emit)
 
 
-def _emit_rows(
+def _emit_streams(
     emitter: Emitter,
     format_name: str,
     isa_name: str,
     activation_name: str,
-    weights: Value,
-    block_stride: Value,
-    activations: Value,
-    out: Value,
-    steps: Value,
+    blocks: Value,
+    tokens: Value,
+    *addresses_and_sizes: Value,
 ) -> None:
-    isa, records, none = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name], I64(0)
-    size = (form_of(format_name, isa, records).row_blocks, 1)
-    source = (weights, block_stride, activations, none)
-    if format_name in DENSE:
-        dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], *size, *source, out, none, steps)
-    else:
-        layout = QUANTIZED[format_name]
-        quantized_kernels.emit_tile(emitter, isa, layout, records, *size, *source, out, none, none, steps)
+    isa, records = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name]
+    form = form_of(format_name, isa, records)
+
+    def emit(block_count: int, token_count: int) -> None:
+        size = (block_count, token_count)
+        if format_name in DENSE:
+            dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], *size, *addresses_and_sizes)
+        else:
+            layout = QUANTIZED[format_name]
+            quantized_kernels.emit_tile(
+                emitter, isa, layout, records, *size, *addresses_and_sizes, streams=form.reading
+            )
+
+    def emit_for_tokens(count: int) -> None:
+        emit_for_count(emitter, blocks, sorted({1, form.reading.streams}), lambda blocks: emit(blocks, count))
+
+    emit_for_count(emitter, tokens, range(1, form.streamed_tokens + 1), emit_for_tokens)
 
 
 def _emit_unpack(
@@ -119,15 +97,17 @@ def _emit_panel_tile(
             layout = QUANTIZED[format_name]
             quantized_panels.emit_panel_tile(emitter, isa, layout, records, count, *addresses_and_sizes)
 
-    emit_for_count(emitter, tokens, form_of(format_name, isa, records).panel.tokens, emit, smallest=2)
+    most = form_of(format_name, isa, records).panel.tokens
+    emit_for_count(emitter, tokens, range(2, most + 1), emit)
 
 
 multiply_tile = emitted(_emit_tile, 9, num_names=3)
-"""`tile_blocks` row blocks times up to `tile_tokens` tokens, of quantized weights 2 at least, as (names,
-tokens, weights, block_stride, activations, activation_stride, out, out_block_stride, out_stride, steps)."""
+"""`tile_blocks` row blocks times 2 to `tile_tokens` tokens, as (names, tokens, weights, block_stride,
+activations, activation_stride, out, out_block_stride, out_stride, steps)."""
 
-multiply_rows = emitted(_emit_rows, 5, num_names=3)
-"""`row_blocks` row blocks times one token, as (names, weights, block_stride, activations, out, steps)."""
+multiply_streams = emitted(_emit_streams, 10, num_names=3)
+"""As many row blocks as there are streams, or one, times up to `streamed_tokens` tokens, as (names, blocks,
+tokens, weights, block_stride, activations, activation_stride, out, out_block_stride, out_stride, steps)."""
 
 unpack_panel = emitted(_emit_unpack, 4, num_names=3)
 """Unpack a chunk of a panel, as (names, weights, block_stride, scratch, steps)."""

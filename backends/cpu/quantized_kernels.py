@@ -33,6 +33,8 @@ from mvllm.backends.cpu.layout import (
     CodePart,
     QuantLayout,
 )
+from mvllm.backends.cpu.panel import emit_store_sums, output_addresses
+from mvllm.backends.cpu.reading import Reading
 from mvllm.backends.cpu.vector import (
     F16,
     F32,
@@ -48,11 +50,10 @@ from mvllm.backends.cpu.vector import (
 )
 
 TILE_BLOCKS = 2
-"""Row blocks of a tile: they share the broadcasts of activations. With three, registers don't suffice; for
-few tokens one is better, as memory is read in one stream (`Isa.streamed_tokens`)."""
+"""Row blocks of a tile: they share the broadcasts of activations. With three, registers don't suffice."""
 
-_PREFETCH = 2560  # bytes ahead, where a tile's weights follow one another
 _FARTHEST_PREFETCH = 128 * 1024  # a part of the second-level cache
+_NEAR_PREFETCH = 2560  # bytes ahead, where the next tile's weights are farther
 _SMALLEST_MAXIMUM = 2.0**-110  # below it code / maximum could overflow; such a group counts as zeros
 
 
@@ -245,18 +246,26 @@ def emit_tile(
     out_block_stride: Value,
     out_stride: Value,
     groups: Value,
+    streams: Reading | None = None,
 ) -> None:
     """out[token, block, lane] of `blocks` row blocks and `tokens` tokens; strides in bytes, `groups` of 32
-    inputs. With block strides of 0 it is one row block, computed more than once."""
+    inputs. With block strides of 0 it is one row block, computed more than once.
+
+    The row blocks are neighbours, or with `streams` each is part of a stream that goes on behind it.
+    """
     factors = Factors(emitter, isa, layout, lane=None)
     starts = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(blocks)]
     acts = [emitter.offset(activations, emitter.times(activation_stride, t)) for t in range(tokens)]
-    is_stream = blocks == 1  # the matrix is read from end to end
-    ahead = I64(_PREFETCH) if is_stream else _next_tile(emitter, emitter.times(block_stride, blocks))
+    past_caches = streams is not None and streams.past_caches
+    if streams is None:
+        ahead = _next_tile(emitter, emitter.times(block_stride, blocks))
+    else:
+        ahead = I64(streams.bytes_ahead)
 
     def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
         for record in at:
-            emitter.prefetch(emitter.offset(record, ahead), layout.group_bytes(isa.lanes), once=is_stream)
+            next_record = emitter.offset(record, ahead)
+            emitter.prefetch(next_record, layout.group_bytes(isa.lanes), past_caches=past_caches)
         scales = [factors.scale(header, record) for header, record in zip(headers, at, strict=True)]
         biases = [factors.bias(header, record) for header, record in zip(headers, at, strict=True)]
         weights = GroupWeights(
@@ -273,17 +282,16 @@ def emit_tile(
 
     zeros = [constant(F32, isa.lanes, 0.0)] * (tokens * blocks)
     sums = for_each_group(emitter, isa, layout, factors, starts, groups, zeros, group)
-    for index, sum_ in enumerate(sums):
-        token, block = divmod(index, blocks)
-        at = (emitter.times(out_stride, token), emitter.times(out_block_stride, block))
-        emitter.store(sum_, emitter.offset(out, *at))
+    emit_store_sums(
+        emitter, output_addresses(emitter, blocks, tokens, out, out_block_stride, out_stride), sums
+    )
 
 
 def _next_tile(emitter: Emitter, distance: Value) -> Value:
-    """How far behind this tile's weights to prefetch those of the next, as far as the second-level cache has
-    room for both."""
-    is_near = emitter.builder.icmp_signed("<", distance, I64(_FARTHEST_PREFETCH))
-    return emitter.builder.select(is_near, distance, I64(_FARTHEST_PREFETCH))
+    """How far behind this tile's weights to prefetch: those of the next tile, if the second-level cache has
+    room for both, else those that follow soon."""
+    is_near = emitter.builder.icmp_signed("<=", distance, I64(_FARTHEST_PREFETCH))
+    return emitter.builder.select(is_near, distance, I64(_NEAR_PREFETCH))
 
 
 @dataclass(frozen=True)

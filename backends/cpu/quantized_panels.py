@@ -20,7 +20,14 @@ from dataclasses import dataclass
 
 from mvllm.backends.cpu.isa import HalfFactors, Isa
 from mvllm.backends.cpu.layout import GROUP, ActivationLayout, QuantLayout
-from mvllm.backends.cpu.panel import Form, PanelShape, emit_prefetch_lines, emit_start_sums, emit_store_sums
+from mvllm.backends.cpu.panel import (
+    Form,
+    PanelShape,
+    emit_prefetch_lines,
+    emit_start_sums,
+    emit_store_sums,
+    output_addresses,
+)
 from mvllm.backends.cpu.quantized_kernels import (
     NUM_FACTOR_PAIRS,
     TILE_BLOCKS,
@@ -32,6 +39,7 @@ from mvllm.backends.cpu.quantized_kernels import (
     for_each_group,
     load_word,
 )
+from mvllm.backends.cpu.reading import best_reading
 from mvllm.backends.cpu.vector import (
     F32,
     I8,
@@ -168,7 +176,7 @@ def emit_panel_tile(
     unpacked, blocks = Scratch(isa.lanes, layout, records), PANEL_SHAPE.blocks
     floats, ints, codes = vector(F32, isa.lanes), vector(I32, isa.lanes), vector(I8, 4 * isa.lanes)
     acts = [emitter.offset(activations, emitter.times(activation_stride, I64(t))) for t in range(tokens)]
-    outs = [emitter.offset(out, emitter.times(out_stride, I64(t))) for t in range(tokens)]
+    outs = output_addresses(emitter, blocks, tokens, out, I64(4 * isa.lanes), out_stride)
 
     def group(index: Value, sums: list[Value]) -> list[Value]:
         emit_prefetch_lines(emitter, index, blocks, following, block_stride, lines)
@@ -194,9 +202,9 @@ def emit_panel_tile(
         product = GroupProduct(emitter, isa, layout, records, weights)
         return product.add_to(sums, [emitter.offset(act, position) for act in acts])
 
-    sums = emit_start_sums(emitter, isa, blocks, outs, is_first)
+    sums = emit_start_sums(emitter, isa, outs, is_first)
     sums = emitter.loop(groups, sums, group)
-    emit_store_sums(emitter, isa, blocks, outs, sums)
+    emit_store_sums(emitter, outs, sums)
 
 
 def quantized_form(isa: Isa, layout: QuantLayout, records: ActivationLayout) -> Form:
@@ -204,7 +212,8 @@ def quantized_form(isa: Isa, layout: QuantLayout, records: ActivationLayout) -> 
     return Form(
         inputs_per_step=GROUP,
         activation_step_bytes=records.record_bytes,
-        row_blocks=1,
+        reading=best_reading(),
+        streamed_tokens=isa.streamed_tokens,
         tile_blocks=TILE_BLOCKS,
         tile_tokens=isa.max_tokens,
         panel=PANEL_SHAPE,

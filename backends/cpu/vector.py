@@ -10,10 +10,9 @@ No operation here is marked fast: floating-point results are exactly those of th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-import llvmlite.binding
 from llvmlite import ir
 
 from mvllm.backends.cpu.deferred import Deferred, number_type
@@ -25,10 +24,6 @@ I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 VOID = ir.VoidType()
 _BYTE_POINTER = I8.as_pointer()
-
-_PASSES_CACHES_FAST = frozenset({"znver4"})
-"""LLVM's names of processors where reads past the outer caches are known to be faster: by 5 % on Zen 4. On
-an Intel Xeon with AMX they take three to four times as long."""
 
 
 def vector(element: Value, count: int) -> Value:
@@ -118,14 +113,12 @@ class Emitter:
             distance //= 2
         return self.builder.extract_element(value, I32(0))
 
-    def prefetch(self, address: Value, num_bytes: int = 1, *, once: bool = False) -> None:
+    def prefetch(self, address: Value, num_bytes: int = 1, *, past_caches: bool = False) -> None:
         """Ask for the cache lines of `num_bytes` at an address, in the second-level cache: its queue of
         pending lines is longer than the first's. Never faults.
 
-        With `once` they are wanted soon and only one time: where it pays, they go past the outer caches,
-        which keep what they hold.
+        With `past_caches` they go past the outer caches, which keep what they hold.
         """
-        past_caches = once and llvmlite.binding.get_host_cpu_name() in _PASSES_CACHES_FAST
         read, data, locality = I32(0), I32(1), I32(0 if past_caches else 2)
         for line in range(0, num_bytes, LINE_BYTES):
             pointer = self._pointer(I8, address, line)
@@ -173,13 +166,13 @@ class Emitter:
 
 
 def emit_for_count(
-    emitter: Emitter, count: Value, largest: int, emit: Callable[[int], None], smallest: int = 1
+    emitter: Emitter, count: Value, counts: Iterable[int], emit: Callable[[int], None]
 ) -> None:
-    """Run the code of `emit(n)` for the n in [smallest, largest] that equals `count` at run time."""
+    """Run the code of `emit(n)` for the n of `counts` that equals `count` at run time."""
     builder = emitter.builder
     done = builder.append_basic_block("done")
     choice = builder.switch(count, done)
-    for n in range(smallest, largest + 1):
+    for n in counts:
         block = builder.append_basic_block(f"count{n}")
         choice.add_case(I64(n), block)
         builder.position_at_end(block)

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from mvllm.backends.cpu import isa as instruction_sets
 from mvllm.backends.cpu import jit, linear, quantized_kernels, quantized_panels
+from mvllm.backends.cpu.crossover import NEVER
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, WIDE, ActivationLayout, packed_format
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
+from mvllm.backends.cpu.reading import Reading
 from mvllm.core.load.mlx_format import MLX_FORMATS
 from mvllm.core.load.quantized import QUANT_FORMATS
 from mvllm.core.load.weights import DENSE_DTYPES, AffineWeight, DenseWeight, HostWeight, QuantizedWeight
@@ -164,6 +166,26 @@ def test_an_output_has_the_same_bits_for_every_batch_row_range_and_form(data: st
     assert np.array_equal(got[:, asked], alone[tokens, asked])
     got[:, asked] = np.nan
     assert np.isnan(got).all(), "nothing outside the blocks asked for is written"
+
+
+@pytest.mark.parametrize(("format_name", "streams"), [("Q4_K", 1), ("Q4_K", 3), ("Q6_K", 2), ("Q6_K", 4)])
+def test_any_number_of_streams_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, format_name: str, streams: int
+) -> None:
+    rng = np.random.default_rng(13)
+    matrix = packed(random_weight(format_name, 9 * SELECTED.lanes, 256, rng), SELECTED)
+    acts = activations(rng.standard_normal((3, 256), np.float32), matrix)
+    expected = product(matrix, acts, panels_from=NEVER)
+    reading = Reading(streams, bytes_ahead=512, past_caches=streams == 2)
+    monkeypatch.setattr(quantized_panels, "best_reading", lambda: reading)
+    monkeypatch.setattr(jit, "kernel_folder", lambda: None)
+    monkeypatch.setattr(linear, "matmul_address", functools.cache(linear.matmul_address.__wrapped__))
+    for tokens in (1, 2):
+        for first in range(9):  # 9 to 1 row blocks
+            got = product(matrix, acts[:tokens], first, panels_from=NEVER)
+            asked = slice(first * SELECTED.lanes, None)
+            assert np.array_equal(got[:, asked], expected[:tokens, asked])
+            assert np.isnan(got[:, : asked.start]).all()
 
 
 def test_the_exactness_property_catches_a_tile_that_rounds_differently(

@@ -18,11 +18,18 @@ class _UnfusedEmitter(Emitter):
 
 
 def emit_tile_unfused_for_batches(
-    emitter: Emitter, isa: Any, layout: Any, records: Any, blocks: int, tokens: int, *rest: Value
+    emitter: Emitter,
+    isa: Any,
+    layout: Any,
+    records: Any,
+    blocks: int,
+    tokens: int,
+    *rest: Value,
+    **options: Any,
 ) -> None:
     """Tiles of several tokens use another formula than the tile of one."""
     chosen = _UnfusedEmitter(emitter.builder) if tokens > 1 else emitter
-    emit_tile(chosen, isa, layout, records, blocks, tokens, *rest)
+    emit_tile(chosen, isa, layout, records, blocks, tokens, *rest, **options)
 
 
 def emit_panel_tile_without_earlier_chunks(emitter: Emitter, *arguments: Any) -> None:
