@@ -33,6 +33,7 @@ from mvllm.backends.cpu.layout import (
     CodePart,
     QuantLayout,
 )
+from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.panel import emit_store_sums, output_addresses
 from mvllm.backends.cpu.reading import Reading
 from mvllm.backends.cpu.vector import (
@@ -256,6 +257,7 @@ def emit_tile(
     factors = Factors(emitter, isa, layout, lane=None)
     starts = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(blocks)]
     acts = [emitter.offset(activations, emitter.times(activation_stride, t)) for t in range(tokens)]
+    lines = range(0, layout.group_bytes(isa.lanes), LINE_BYTES)
     past_caches = streams is not None and streams.past_caches
     if streams is None:
         ahead = _next_tile(emitter, emitter.times(block_stride, blocks))
@@ -263,14 +265,17 @@ def emit_tile(
         ahead = I64(streams.bytes_ahead)
 
     def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
-        for record in at:
-            next_record = emitter.offset(record, ahead)
-            emitter.prefetch(next_record, layout.group_bytes(isa.lanes), past_caches=past_caches)
+        def load(block: int, word: int) -> Value:
+            # One by one among the products, since a burst of prefetches would stall them.
+            for line in lines[word :: records.words]:
+                emitter.prefetch(emitter.offset(at[block], ahead, line), past_caches=past_caches)
+            return load_word(emitter, isa, layout, records, at[block], word)
+
         scales = [factors.scale(header, record) for header, record in zip(headers, at, strict=True)]
         biases = [factors.bias(header, record) for header, record in zip(headers, at, strict=True)]
         weights = GroupWeights(
             blocks,
-            lambda block, word: load_word(emitter, isa, layout, records, at[block], word),
+            load,
             scales.__getitem__,
             biases.__getitem__,
             half_factors(emitter, layout, [factors.halves(record) for record in at]),
