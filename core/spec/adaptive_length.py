@@ -114,7 +114,9 @@ class AdaptiveLength(DraftLengthPolicy):
         if len(candidates) > 1:
             offers.sort()
         forward = self._forward.curve(num_rows)
-        passes, catch_up = self._draft.pass_table(len(candidates)), self._draft.catch_up_seconds()
+        # A round's first pass, and one of those after it.
+        passes = [self._draft.pass_table(len(candidates), place) for place in (0, 1)]
+        catch_up = self._draft.catch_up_seconds()
         tokens, expected, draft_seconds = float(num_rows), float(num_rows), 0.0
         least_gain = 1.0 + LEAST_GAIN * len(candidates) / num_rows
         best_rate, best_count = least_gain * expected / forward.seconds(num_rows), 0
@@ -122,7 +124,8 @@ class AdaptiveLength(DraftLengthPolicy):
         for count, (chance, index, place) in enumerate(offers):
             row = self._rows[candidates[index].id]
             depth = depths[place] = depths[place] + 1
-            draft_seconds += passes[depth] - passes[depth - 1]
+            table = passes[min(place, 1)]
+            draft_seconds += table[depth] - table[depth - 1]
             if place == 0:
                 draft_seconds += catch_up * row.num_behind / CATCH_UP_ROUNDS
             tokens += row.proposing
@@ -148,7 +151,7 @@ class AdaptiveLength(DraftLengthPolicy):
             return {}
         without = self._forward.seconds(num_rows, num_tokens)
         catch_up = self._draft.catch_up_seconds() * uncertain.num_behind
-        each = self._draft.pass_seconds(1) + self._forward.seconds(num_rows, num_tokens + 1) - without
+        each = self._draft.pass_seconds(1, 1) + self._forward.seconds(num_rows, num_tokens + 1) - without
         # A row that was expensive to catch up should tell more than one outcome, a new drafter more than
         # what a single draft takes.
         length = 1 if self._draft.known else FIRST_TRIAL
@@ -156,7 +159,7 @@ class AdaptiveLength(DraftLengthPolicy):
             length = max(length, 1 + int(catch_up / each))
         length = min(length, MAX_TRIAL, self._cap(uncertain))
         forward = self._forward.seconds(num_rows, num_tokens + length) - without
-        seconds = catch_up + length * self._draft.pass_seconds(1) + forward
+        seconds = catch_up + self._draft.round_seconds(1, length) + forward
         affordable = self._in_tokens(seconds, num_rows) <= self._savings + self._rows[uncertain.id].earned
         return {uncertain.id: length} if affordable else {}
 
@@ -202,10 +205,10 @@ class AdaptiveLength(DraftLengthPolicy):
         if caught_up:
             self._draft.add_catch_up(caught_up, len(asked), passes, self._catching_up + step.draft_seconds)
         elif not behind:
-            self._draft.add_passes(len(asked), passes, step.draft_seconds)
+            self._draft.add_round(len(asked), passes, step.draft_seconds)
         # Several steps may pass before a row that was far behind gets its first draft.
         if behind and not caught_up:
-            self._catching_up += step.draft_seconds - passes * self._draft.pass_seconds(len(asked))
+            self._catching_up += step.draft_seconds - self._draft.round_seconds(len(asked), passes)
         else:
             self._catching_up = 0.0
 
@@ -234,8 +237,8 @@ class AdaptiveLength(DraftLengthPolicy):
             return 0.0
         rows = [self._rows[result.id] for result in asked]
         num_behind = sum([row.num_behind for row in rows if row.num_behind > SMALL_CATCH_UP])
-        passes = max([row.asked for row in rows]) * self._draft.pass_seconds(len(rows))
-        return min(step.draft_seconds, CLIP * (self._draft.catch_up_seconds() * num_behind + passes))
+        drafting = self._draft.round_seconds(len(rows), max([row.asked for row in rows]))
+        return min(step.draft_seconds, CLIP * (self._draft.catch_up_seconds() * num_behind + drafting))
 
     def release(self, id: RequestId) -> None:
         self._rows.pop(id, None)

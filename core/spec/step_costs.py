@@ -11,6 +11,8 @@ from mvllm.core.types import ceil_div
 WINDOW = 16  # latest samples kept of each kind of step
 TOKEN_SLOPE = 0.04  # of a plain step's time, for each token more, before any such step was seen
 TRUSTED = 2  # samples of the drafter's cost before it is believed
+LATER_SHARE = 0.75  # of a round's first pass, that one more takes, before any such round was seen
+LATER_SHARE = 0.75  # of a round's first pass, that one more takes, before any such round was seen
 CLIP = 2.0  # a sample counts as at most so many times what was expected
 EXACT_BITS = 5  # steps of up to 2**5 - 1 tokens are told apart exactly
 SMALL_CATCH_UP = 16  # tokens of a row that count as part of an ordinary pass
@@ -28,6 +30,10 @@ class _Samples:
     def add(self, value: float) -> None:
         self._values.append(value)
         self.low = sorted(self._values)[len(self._values) // 4]
+
+    @property
+    def count(self) -> int:
+        return len(self._values)
 
     @property
     def hoped(self) -> float:
@@ -49,6 +55,9 @@ class ForwardCurve:
         expected = self.seconds(tokens)
         if expected > 0.0:
             seconds = min(seconds, CLIP * expected)
+            if self.is_known and tokens not in self._samples:
+                # A first step of its length may be slow by itself, and whoever believes it takes no second.
+                seconds = min(seconds, (seconds + expected) / 2)
         self._samples.setdefault(tokens, _Samples()).add(seconds)
         self._tokens = sorted(self._samples)
         lows = [self._samples[tokens].low for tokens in reversed(self._tokens)]
@@ -114,17 +123,29 @@ class ForwardCosts:
 
 
 class DraftCosts:
-    """Seconds of the drafter: passes, each of which gives some rows one draft, and catching up with tokens
-    that it has not seen."""
+    """Seconds of the drafter: rounds of passes, each of which gives some rows one draft, and catching up with
+    tokens that it has not seen.
+
+    The first pass of a round takes longer than those after it: it also reads what the last verification left
+    behind, and wakes up the drafter's threads.
+    """
 
     def __init__(self) -> None:
-        self._passes: dict[int, _Samples] = {}
+        self._first: dict[int, _Samples] = {}  # by group of rows
+        self._later: dict[int, _Samples] = {}
         self._catch_ups: deque[tuple[int, int, int, float]] = deque(maxlen=WINDOW)
 
-    def add_passes(self, rows: int, passes: int, seconds: float) -> None:
+    def add_round(self, rows: int, passes: int, seconds: float) -> None:
         """A step in which `rows` rows got up to `passes` drafts."""
-        if passes > 0:
-            self._passes.setdefault(row_group(rows), _Samples()).add(seconds / passes)
+        if passes == 0:
+            return
+        group = row_group(rows)
+        first = self._first.setdefault(group, _Samples())
+        if passes == 1 or first.count < TRUSTED:
+            first.add(seconds / passes)
+        else:
+            later = max(0.0, seconds - first.low) / (passes - 1)
+            self._later.setdefault(group, _Samples()).add(later)
 
     def add_catch_up(self, tokens: int, rows: int, passes: int, seconds: float) -> None:
         """`tokens` tokens that the drafter had not seen, and `passes` passes over `rows` rows after them."""
@@ -132,28 +153,39 @@ class DraftCosts:
 
     @property
     def known(self) -> bool:
-        return bool(self._passes)
+        return bool(self._first)
 
-    def pass_seconds(self, rows: int) -> float:
-        """Of one pass over `rows` rows: as measured for the number of rows nearest to it; 0 if unknown."""
-        group = row_group(rows)
-        samples = self._passes.get(group)
-        if samples is None:
-            if not self._passes:
-                return 0.0
-            samples = self._passes[min(self._passes, key=lambda other: (abs(other - group), other))]
-        return samples.hoped
+    def pass_seconds(self, rows: int, place: int) -> float:
+        """Of pass number `place`, from 0, of a round over `rows` rows: as measured for the number of rows
+        nearest to it; 0 if nothing is known."""
+        if place > 0 and self._later:
+            return _nearest(self._later, rows).hoped
+        share = LATER_SHARE if place > 0 else 1.0
+        return share * _nearest(self._first, rows).hoped if self._first else 0.0
 
-    def pass_table(self, rows: int) -> list[float]:
-        """Seconds of passes over 0, 1, ..., `rows` rows, never falling."""
-        return list(accumulate([0.0, *[self.pass_seconds(count) for count in range(1, rows + 1)]], max))
+    def round_seconds(self, rows: int, passes: int) -> float:
+        """Of a round of so many passes over `rows` rows."""
+        if passes == 0:
+            return 0.0
+        return self.pass_seconds(rows, 0) + (passes - 1) * self.pass_seconds(rows, 1)
+
+    def pass_table(self, rows: int, place: int) -> list[float]:
+        """Seconds of passes number `place` over 0, 1, ..., `rows` rows, never falling."""
+        counts = range(1, rows + 1)
+        return list(accumulate([0.0, *[self.pass_seconds(count, place) for count in counts]], max))
 
     def catch_up_seconds(self) -> float:
         """Of catching up with one token; 0 if unknown."""
-        if not self._catch_ups or not self._passes:
+        if not self._catch_ups or not self._first:
             return 0.0
         rates = [
-            max(0.0, seconds - passes * self.pass_seconds(rows)) / tokens
+            max(0.0, seconds - self.round_seconds(rows, passes)) / tokens
             for tokens, rows, passes, seconds in self._catch_ups
         ]
         return sorted(rates)[len(rates) // 4]
+
+
+def _nearest(samples: dict[int, _Samples], rows: int) -> _Samples:
+    """Those of the group of rows nearest to that of `rows`."""
+    group = row_group(rows)
+    return samples[min(samples, key=lambda other: (abs(other - group), other))]

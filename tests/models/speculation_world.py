@@ -41,6 +41,7 @@ class Costs:
 
     forward: Callable[[int, int], float]  # of rows and tokens
     draft_pass: Callable[[int], float]  # of rows that draft in it
+    first_pass: float = 0.0  # what a round's first pass takes beyond
     catch_up: float = 0.0  # per token that the drafter has not seen
     first_tokens: int | None = None  # a drafter further behind begins anew with so many; None: with all
     noise: float = 0.0  # relative standard deviation of every measurement
@@ -125,6 +126,7 @@ def simulate(
                 drafters[i].read(prompt + done[i] + accepted[-1])
         for place in range(max(proposed)):
             draft_seconds += costs.draft_pass(sum(count > place for count in proposed))
+            draft_seconds += costs.first_pass if place == 0 else 0.0
         num_tokens = len(running) + sum(proposed)
         forward_seconds = costs.forward(len(running), num_tokens)
         for i, count in zip(running, accepted, strict=True):

@@ -27,7 +27,7 @@ def _more_tokens_cost_nothing(self: step_costs.ForwardCurve, tokens: float) -> f
     return self._seconds[0] if self._seconds else 0.0
 
 
-def _drafting_costs_nothing(self: step_costs.DraftCosts, rows: int) -> float:
+def _drafting_costs_nothing(self: step_costs.DraftCosts, rows: int, place: int) -> float:
     return 0.0
 
 
