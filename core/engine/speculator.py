@@ -52,6 +52,7 @@ class Speculator:
         # of the step in progress
         self._decoding: frozenset[RequestId] = frozenset()
         self._asked: Mapping[RequestId, int] = {}  # rows that are to draft, now or as soon as they can
+        self._readers: frozenset[RequestId] = frozenset()  # of these, those that are to read all their tokens
         self._draft_seconds = 0.0
         self._forward_started = 0.0
         # since the beginning
@@ -71,13 +72,14 @@ class Speculator:
         """
         decoding = [state for state in running if len(state.token_ids) - state.num_computed == 1]
         self._decoding = frozenset([state.id for state in decoding])
-        self._asked = {}
+        self._asked, self._readers = {}, frozenset()
         if not decoding or self._switched_off is not None:
             return self._asked
         with self._contained(self._drafter):
             limits = [self._limit(state) for state in decoding]
             with self._contained(self._policy):
                 lengths = self._lengths(decoding, limits)
+                self._readers = self._policy.readers()
                 self._asked = {
                     state.id: min(length, limit)
                     for state, length, limit in zip(decoding, lengths, limits, strict=True)
@@ -89,7 +91,14 @@ class Speculator:
         """Drafts for each planned row; states[i] belongs to rows[i]. Only reads them."""
         drafts: dict[RequestId, tuple[TokenId, ...]] = {}
         asked = [
-            DraftRow(row.id, state.token_ids, row.max_drafts, state.sampling, state.request.params.cache_salt)
+            DraftRow(
+                row.id,
+                state.token_ids,
+                row.max_drafts,
+                state.sampling,
+                state.request.params.cache_salt,
+                reads_all=row.id in self._readers,
+            )
             for row, state in zip(rows, states, strict=True)
             if row.id in self._asked
         ]
@@ -214,6 +223,9 @@ class Speculator:
                 len(state.token_ids),
                 limit or self._room(state),
                 self._drafter.num_behind(state.id, len(state.token_ids)),
+                self._drafter.num_unread(state.id, len(state.token_ids)),
+                state.num_output_tokens,
+                state.request.total_limit - len(state.token_ids),
             )
             for state, limit in zip(decoding, limits, strict=True)
         ]

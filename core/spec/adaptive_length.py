@@ -28,6 +28,9 @@ PLAIN_EVERY = 128  # steps between measurements of a step without drafts
 CATCH_UP_ROUNDS = 64  # rounds of drafting over which the cost of catching up has to come back
 PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
 PROPOSING_DRIFT = 0.01  # back to 1, for each step in which the row was not asked to draft
+READ_GAIN = 0.2  # of the tokens still to come, that are hoped for from a drafter that has read everything
+READ_HORIZON = 2  # tokens at most that are expected to come, for each one there is
+LEAST_EARNED = 2.0  # tokens that a row's drafts must have brought before its drafter reads everything
 LEAST_GAIN = 0.02  # of tokens per second, if all rows may draft; for less it is not worth the risk
 LEAST_SURVIVAL = 0.02  # drafts less likely to be accepted than this are not considered
 
@@ -39,6 +42,7 @@ class _Row:
     num_behind: int = 0  # tokens the drafter has to read before it can draft
     asked: int = 0  # drafts allowed in the step under way
     earned: float = 0.0  # tokens that its drafts have brought beyond their cost, and may lose again
+    reads_all: bool = False  # the drafter is on its way through all of the row's tokens
     proposing: float = 1.0  # share of rounds in which the drafter used the permission
 
 
@@ -57,6 +61,9 @@ class AdaptiveLength(DraftLengthPolicy):
     tokens. So drafting that never pays loses `FIRST_SAVINGS` tokens and `TRIAL_SHARE` of the time, besides
     what the drafter took to begin with.
 
+    A drafter that begins with the end of a text alone is told to read all of it once the row's drafts have
+    brought something, if reading takes less than what better drafts are hoped to save.
+
     Args:
         max_length: most drafts of a row.
     """
@@ -70,6 +77,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._savings = FIRST_SAVINGS  # tokens that trials of all rows may lose now
         self._catching_up = 0.0  # seconds spent for rows that have had no draft since
         self._since_plain = 0  # steps with drafts since the last one without
+        self._readers: frozenset[RequestId] = frozenset()
 
     # --- decide ------------------------------------------------------------------------------------------
 
@@ -77,19 +85,42 @@ class AdaptiveLength(DraftLengthPolicy):
         for demand in rows:
             row = self._rows.setdefault(demand.id, _Row())
             row.num_behind, row.asked = demand.num_behind, 0
-        num_rows = len(rows)
+            row.reads_all &= row.num_behind > SMALL_CATCH_UP
+        num_rows, self._readers = len(rows), frozenset()
         if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and self._since_plain < PLAIN_EVERY:
             chosen: dict[RequestId, int] = {}
             # Until it is known what drafts cost, they are tried with one row.
             if self._draft.known and self._forward.curve(num_rows).is_known:
                 chances = [self._acceptance.survival(demand.id, self._cap(demand)) for demand in rows]
                 chosen = self._best(rows, chances, num_rows)
+                self._readers = frozenset(
+                    demand.id
+                    for demand in rows
+                    if demand.id in chosen and self._is_worth_reading(demand, num_rows)
+                )
+            for demand in rows:
+                row = self._rows[demand.id]
+                row.reads_all |= demand.id in self._readers
+                if row.reads_all and demand.limit > 0:
+                    chosen.setdefault(demand.id, 1)
             idle = [demand for demand in rows if demand.limit > 0 and demand.id not in chosen]
             if idle:
                 chosen |= self._affordable_trial(idle, num_rows, num_rows + sum(chosen.values()))
             for id, length in chosen.items():
                 self._rows[id].asked = length
         return [self._rows[demand.id].asked for demand in rows]
+
+    def readers(self) -> frozenset[RequestId]:
+        return self._readers
+
+    def _is_worth_reading(self, demand: DraftDemand, num_rows: int) -> bool:
+        """Whether the drafter should read all of a row's tokens, what it has read once more."""
+        earned = self._rows[demand.id].earned
+        if demand.num_unread == 0 or earned < LEAST_EARNED or not self._draft.knows_catch_up:
+            return False
+        to_come = min(demand.num_left, READ_HORIZON * demand.num_output)
+        seconds = self._draft.catch_up_seconds() * demand.num_tokens
+        return self._in_tokens(seconds, num_rows) <= READ_GAIN * to_come
 
     def _cap(self, demand: DraftDemand) -> int:
         return min(self._max_length, demand.limit)
@@ -197,8 +228,8 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _observe_drafts(self, step: SpeculationStep, results: Sequence[DraftResult]) -> None:
         asked = [(self._rows[result.id], result) for result in results if self._rows[result.id].asked > 0]
-        if not asked:
-            return
+        if not asked or any(row.reads_all for row, _ in asked):
+            return  # reading is not told apart from drafting
         passes = max([result.proposed for _, result in asked])
         behind = [(row, result) for row, result in asked if row.num_behind > SMALL_CATCH_UP]
         caught_up = sum([row.num_behind for row, result in behind if result.proposed > 0])
@@ -219,7 +250,9 @@ class AdaptiveLength(DraftLengthPolicy):
         if plain <= 0.0:
             return
         self._savings = min(self._savings + TRIAL_SHARE * num_rows, MAX_SAVINGS)
-        asked = [result for result in results if self._rows[result.id].asked > 0]
+        # What reading takes was weighed beforehand.
+        rows = [(result, self._rows[result.id]) for result in results]
+        asked = [result for result, row in rows if row.asked > 0 and not row.reads_all]
         num_drafts = sum([result.proposed for result in asked])
         forward = self._forward.seconds(num_rows, num_rows + num_drafts) - plain
         drafting = self._drafting_seconds(step, asked) / max(len(asked), 1)

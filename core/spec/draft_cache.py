@@ -38,6 +38,7 @@ class DraftJob:
 class _Sequence:
     first: int  # tokens of the row that were left out
     num_computed: int  # of its committed tokens after these; c(r) of the KV manager
+    reads_all: bool = False  # none are to be left out, however far behind it is
     written: tuple[TokenId, ...] = ()  # tokens whose KV lies past that, right or wrong
 
 
@@ -60,7 +61,8 @@ class DraftCache:
     computed again, and the drafter needs no word from the verifier.
 
     A row that is new, far behind or too long begins with its last `first_tokens` tokens alone, as if
-    nothing came before them: reading a long prompt once more costs more than its drafts save.
+    nothing came before them: reading a long prompt once more often costs more than its drafts save. One that
+    is told to read all its tokens begins anew with the first of them.
 
     Args:
         num_blocks, block_size: shape of the draft model's KV pool.
@@ -100,13 +102,22 @@ class DraftCache:
         num_known, num_positions = self._extent(id, num_tokens)
         return num_positions - num_known
 
+    def num_unread(self, id: RequestId, num_tokens: int) -> int:
+        """Tokens that were left out of a sequence of `num_tokens`; 0 if there is no room for them all."""
+        sequence = self._sequences.get(id)
+        if sequence is None or sequence.reads_all:
+            return 0
+        num_blocks = self._kv.num_free + self._kv.num_idle + len(self._kv.table(id))
+        room = min(self._max_context, num_blocks * self._kv.block_size)
+        return sequence.first if num_tokens + self._first_tokens <= room else 0
+
     def _extent(self, id: RequestId, num_tokens: int) -> tuple[int, int]:
         """Positions that the cache holds of a row, right or wrong, and those that it needs in all."""
         sequence = self._sequences.get(id)
         if sequence is not None:
             num_positions = num_tokens - sequence.first
             num_known = sequence.num_computed + len(sequence.written)
-            if self._can_go_on(num_known, num_positions):
+            if self._can_go_on(num_known, num_positions, sequence.reads_all):
                 return min(num_known, num_positions), num_positions
         return 0, self._num_entering(num_tokens)
 
@@ -116,9 +127,10 @@ class DraftCache:
             return num_tokens
         return min(self._first_tokens, self._max_context // 2)
 
-    def _can_go_on(self, num_known: int, num_positions: int) -> bool:
+    def _can_go_on(self, num_known: int, num_positions: int, reads_all: bool = False) -> bool:
         """Whether what is cached of a row is worth more than beginning anew."""
-        return num_positions <= self._max_context and num_positions - num_known <= self._first_tokens
+        is_near = reads_all or num_positions - num_known <= self._first_tokens
+        return is_near and num_positions <= self._max_context
 
     def begin(self, rows: Sequence[DraftRow]) -> tuple[list[DraftJob], KvGrant]:
         """Roll every row back to what was committed, and open the blocks of the next step.
@@ -144,7 +156,7 @@ class DraftCache:
         grant = self._kv.grant(plan, {job.row.id: job.row.cache_salt for job in jobs})
         for job in jobs:
             if job.probe is not None:
-                self._sequences[job.row.id] = _Sequence(job.first, job.start)
+                self._sequences[job.row.id] = _Sequence(job.first, job.start, job.row.reads_all)
         return jobs, grant
 
     def written(self, job: DraftJob, drafts: tuple[TokenId, ...]) -> None:
@@ -183,7 +195,8 @@ class DraftCache:
         agreed = _common_length(sequence.written, tokens[known : known + len(sequence.written)])
         sequence.num_computed = min(known + agreed, len(tokens) - 1)
         sequence.written = ()
-        if self._can_go_on(sequence.num_computed, len(tokens)):
+        leaves_out = row.reads_all and sequence.first > 0
+        if not leaves_out and self._can_go_on(sequence.num_computed, len(tokens), sequence.reads_all):
             self._kv.commit([KvCommit(row.id, tokens, sequence.num_computed)])
         else:
             self.release(row.id)
@@ -193,10 +206,11 @@ class DraftCache:
         return len(row.token_ids) - sequence.first - sequence.num_computed
 
     def _entry(self, row: DraftRow) -> tuple[int, PrefixProbe]:
-        """Where a row begins that enters the cache: at its first token if the rest of it is cached."""
+        """Where a row begins that enters the cache: at its first token if it is to read all or is cached but
+        for a part."""
         probe = self._kv.probe(row.token_ids, row.cache_salt)
         num_known = len(probe.hit_block_ids) * self._kv.block_size
-        if self._can_go_on(num_known, len(row.token_ids)):
+        if self._can_go_on(num_known, len(row.token_ids), row.reads_all):
             return 0, probe
         first = len(row.token_ids) - self._num_entering(len(row.token_ids))
         return first, self._kv.probe(row.token_ids[first:], row.cache_salt)

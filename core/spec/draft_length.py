@@ -25,6 +25,9 @@ class DraftDemand:
     num_tokens: int  # prompt and output so far
     limit: int  # most drafts it could get now; 0: none, whatever the policy says
     num_behind: int = 0  # tokens the drafter has to read before it can draft
+    num_unread: int = 0  # tokens it has left out but could read after all
+    num_output: int = 0  # output tokens so far
+    num_left: int = 0  # most output tokens that may follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,11 @@ class DraftLengthPolicy(ABC):
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
         """Drafts wanted for each row, in order, each within [0, row.limit]. Asked once per step, for all
         decoding rows; from then on the policy knows them."""
+
+    def readers(self) -> frozenset[RequestId]:
+        """Rows whose drafters should now begin anew and read what they have left out. Asked after `lengths`,
+        which has given these rows a length above 0."""
+        return frozenset()
 
     @abstractmethod
     def observe(self, step: SpeculationStep) -> None:

@@ -23,6 +23,7 @@ class DraftRow:
     max_drafts: int  # at most so many; 0: nothing is wanted now, but the drafter may catch up
     sampling: RowSampling  # how the target will draw the tokens that follow
     cache_salt: str  # requests share cached prefixes only with equal salts
+    reads_all: bool = False  # it had better begin anew and read all of the tokens: `Drafter.num_unread`
 
 
 class Drafter(ABC):
@@ -41,6 +42,11 @@ class Drafter(ABC):
     def num_behind(self, id: RequestId, num_tokens: int) -> int:
         """Tokens it would have to read before it could draft for a sequence of `num_tokens` tokens: what
         drafting for it costs at first. 0 where that is next to nothing."""
+        return 0
+
+    def num_unread(self, id: RequestId, num_tokens: int) -> int:
+        """Tokens, of a sequence of `num_tokens`, that it has left out but could read after all. 0 for one
+        that leaves out none."""
         return 0
 
     @abstractmethod

@@ -105,6 +105,9 @@ class ModelDrafter(Drafter):
     def num_behind(self, id: RequestId, num_tokens: int) -> int:
         return self._cache.num_behind(id, num_tokens)
 
+    def num_unread(self, id: RequestId, num_tokens: int) -> int:
+        return self._cache.num_unread(id, num_tokens)
+
     def propose(self, rows: Sequence[DraftRow]) -> list[tuple[TokenId, ...]]:
         """
         Raises:

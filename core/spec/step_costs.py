@@ -155,6 +155,10 @@ class DraftCosts:
     def known(self) -> bool:
         return bool(self._first)
 
+    @property
+    def knows_catch_up(self) -> bool:
+        return bool(self._catch_ups)
+
     def pass_seconds(self, rows: int, place: int) -> float:
         """Of pass number `place`, from 0, of a round over `rows` rows: as measured for the number of rows
         nearest to it; 0 if nothing is known."""

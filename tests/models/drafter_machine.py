@@ -58,6 +58,7 @@ class Row:
     salt: str
     in_cache: list[int] | None = None  # tokens computed for it, wrong drafts included; None: not in the cache
     first: int = 0  # tokens left out before these
+    reads_all: bool = False  # none are to be left out
     beginning: object = None  # what the cache keeps of it since it began
     drafts: Drafts = ()
 
@@ -140,6 +141,7 @@ class Asked:
     row: Row
     max_drafts: int
     limit: int
+    reads_all: bool
     seen: list[int] = field(default_factory=list)
 
 
@@ -238,7 +240,7 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         assert len(proposed) == len(asked)
         self._check_sizes(batches)
         for one in asked:
-            self._note_beginning(one.row)
+            self._note_beginning(one.row, told=one.reads_all)
         for one, drafts in zip(asked, proposed, strict=True):
             self._check_drafts(one, drafts)
         self._account(asked, proposed, batches)
@@ -252,12 +254,16 @@ class ModelDrafterMachine(RuleBasedStateMachine):
                 continue
             limit = self.drafter.limit(row.id, len(row.tokens))
             assert limit >= 0
-            asked.append(Asked(row, min(limit, data.draw(st.integers(0, 5))), limit))
+            num_unread = self.drafter.num_unread(row.id, len(row.tokens))
+            assert num_unread in (0, row.first if row.in_cache is not None else 0)
+            reads_all = num_unread > 0 and data.draw(st.integers(0, 3)) == 0
+            asked.append(Asked(row, min(limit, data.draw(st.integers(0, 5))), limit, reads_all))
         return asked
 
     @staticmethod
     def _draft_row(one: Asked) -> DraftRow:
-        return DraftRow(one.row.id, tuple(one.row.tokens), one.max_drafts, one.row.sampling(), one.row.salt)
+        tokens, sampling = tuple(one.row.tokens), one.row.sampling()
+        return DraftRow(one.row.id, tokens, one.max_drafts, sampling, one.row.salt, reads_all=one.reads_all)
 
     def _check_sizes(self, batches: Sequence[ForwardBatch]) -> None:
         geometry = self.config.geometry("f32")
@@ -271,28 +277,31 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         first_tokens, context = self.config.first_tokens, self.config.max_model_len
         return context if first_tokens is None else min(first_tokens, context)
 
-    def _note_beginning(self, row: Row) -> None:
-        """A row begins with all of its tokens or its last ones, and again exactly when it must."""
+    def _note_beginning(self, row: Row, told: bool) -> None:
+        """A row begins with all of its tokens or its last ones, and again exactly when it must or is told."""
         beginning = self.drafter._cache._sequences.get(row.id)
         most, context = self._most_entering(), self.config.max_model_len
         if row.beginning is not None and row.in_cache is not None:
             num_positions = len(row.tokens) - row.first
             foreign = max(row.tokens) >= DRAFT_VOCAB
-            must = foreign or num_positions > context or num_positions - row.num_kept() > most
+            is_far = not row.reads_all and num_positions - row.num_kept() > most
+            must = told or foreign or num_positions > context or is_far
             assert must or beginning is row.beginning, "begun anew, or put out"
             assert not must or beginning is not row.beginning, "should have begun anew"
         if beginning is row.beginning:
             return
         row.beginning, row.in_cache = beginning, None
         if beginning is not None:
-            row.first = beginning.first
+            row.first, row.reads_all = beginning.first, told
             self.texts.append((row.tokens, row.first))
             if row.first > 0:
                 assert len(row.tokens) > most, "part of a row that could be computed whole"
                 assert len(row.tokens) - row.first == min(most, context // 2), "begins at the wrong token"
+                assert not told, "leaves out what it was told to read"
             else:
                 assert len(row.tokens) <= context
-                assert len(row.tokens) - beginning.num_computed <= most, "begins at the wrong token"
+                is_near = len(row.tokens) - beginning.num_computed <= most
+                assert told or is_near, "begins at the wrong token"
 
     def _check_drafts(self, one: Asked, drafts: Drafts) -> None:
         """They are what the draft model alone, with no cache, would draw; none is missing without reason."""
@@ -303,7 +312,9 @@ class ModelDrafterMachine(RuleBasedStateMachine):
                 f"V4: draft {index} of {drafts} after {row.tokens}"
             )
             assert END not in drafts[:index], "drafts after the end"
-        if self.roomy and max(row.tokens) < DRAFT_VOCAB and END not in drafts and not self._waits(row):
+        is_ready = not row.reads_all or self.drafter.num_behind(row.id, len(row.tokens)) == 0
+        can_draft = is_ready and max(row.tokens) < DRAFT_VOCAB and not self._waits(row)
+        if self.roomy and can_draft and END not in drafts:
             assert len(drafts) == one.max_drafts or row.next_draft(drafts) is None, "a draft is missing"
         row.drafts = drafts
 

@@ -68,10 +68,24 @@ class _Reader:
     first_tokens: int | None
     first: int = 0  # position of the first token it has read
     end: int = 0  # and of the first one after these that it has not
+    reads_all: bool = False  # however far behind, 256 tokens a step
 
     def num_behind(self, num_tokens: int) -> int:
         behind = num_tokens - self.end
-        return behind if self.first_tokens is None else min(behind, self.first_tokens)
+        return behind if self.reads_all or self.first_tokens is None else min(behind, self.first_tokens)
+
+    def read_all(self) -> None:
+        """Begin anew."""
+        self.first, self.end, self.reads_all = 0, 0, True
+
+    def catch_up(self, num_tokens: int) -> int:
+        """Read before drafting; returns how many tokens."""
+        count = self.num_behind(num_tokens)
+        if self.reads_all and count > 256:
+            self.end += 256
+            return 256
+        self.read(num_tokens)
+        return count
 
     def read(self, num_tokens: int) -> None:
         behind = self.num_behind(num_tokens)
@@ -106,23 +120,30 @@ def simulate(
                 prompt + done[i],
                 min(max_drafts, len(texts[i]) - done[i] - 1),
                 num_behind=drafters[i].num_behind(prompt + done[i]),
+                num_unread=drafters[i].first,
+                num_output=done[i],
+                num_left=len(texts[i]) - done[i],
             )
             for i in running
         ]
         lengths = policy.lengths(demands)
         assert all(0 <= length <= demand.limit for length, demand in zip(lengths, demands, strict=True))
         run.lengths.append(lengths)
-        proposed = [
-            length if texts[i].proposes[done[i]] else 0 for i, length in zip(running, lengths, strict=True)
-        ]
+        readers = policy.readers()
         draft_seconds = 0.0
+        proposed = []
+        for i, demand, length in zip(running, demands, lengths, strict=True):
+            if demand.id in readers:
+                assert length > 0 and demand.num_unread > 0
+                drafters[i].read_all()
+            if length > 0:
+                draft_seconds += costs.catch_up * drafters[i].catch_up(prompt + done[i])
+            is_ready = drafters[i].end == prompt + done[i] and texts[i].proposes[done[i]]
+            proposed.append(length if is_ready else 0)
         accepted = []
-        for i, length, count in zip(running, lengths, proposed, strict=True):
-            if length > 0:
-                draft_seconds += costs.catch_up * drafters[i].num_behind(prompt + done[i])
-                drafters[i].read(prompt + done[i])
+        for i, count in zip(running, proposed, strict=True):
             accepted.append(texts[i].accepted(done[i], count, drafters[i].num_read))
-            if length > 0:
+            if count > 0:
                 drafters[i].read(prompt + done[i] + accepted[-1])
         for place in range(max(proposed)):
             draft_seconds += costs.draft_pass(sum(count > place for count in proposed))

@@ -246,7 +246,7 @@ class MisplacedCache(DraftCache):
 class UnendingCache(DraftCache):
     """Keeps what it has of a row that has fallen far behind, and reads everything since."""
 
-    def _can_go_on(self, num_known: int, num_positions: int) -> bool:
+    def _can_go_on(self, num_known: int, num_positions: int, reads_all: bool = False) -> bool:
         return num_positions <= self._max_context
 
 

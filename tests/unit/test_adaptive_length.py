@@ -10,6 +10,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -86,6 +87,7 @@ NARROW = Costs(
 )
 """A draft model that pays little, and not with one draft a round; as measured on an Intel Xeon."""
 
+FAST_READER = replace(NARROW, catch_up=0.00125, first_tokens=64)
 BATCHED = replace(MEASURED, forward=batched, draft_pass=lambda rows: 0.02 + 0.004 * rows)
 
 
@@ -285,6 +287,39 @@ def test_a_drafter_that_seldom_has_a_proposal_is_not_given_up() -> None:
         text = replace(even_text(2000, 1.0, seed), proposes=[rng.random() < 0.04 for _ in range(2000)])
         run = simulate(AdaptiveLength(), [text], FREE)
         assert any(lengths != [0] for lengths in run.lengths[-50:])
+
+
+def reads_all(text: Text, rows: int = 1, **changes: Any) -> bool:
+    """Whether the drafter is told to, with a prompt of 850 tokens, of which it begins with 64."""
+    told = False
+
+    class Watched(AdaptiveLength):
+        def readers(self) -> frozenset[RequestId]:
+            nonlocal told
+            told |= bool(super().readers())
+            return super().readers()
+
+    simulate(Watched(), [text] * rows, replace(FAST_READER, **changes), prompt=850)
+    return told
+
+
+def test_a_drafter_reads_all_of_a_text_if_that_may_pay() -> None:
+    text = read_text(LENGTH, agreement_by_read, 1, runs=0.4)
+    assert reads_all(text)
+    assert not reads_all(text, catch_up=0.005), "reading takes too long"
+    assert not reads_all(text, rows=8), "it would hold up all other rows"
+    assert not reads_all(read_text(100, agreement_by_read, 1, runs=0.4)), "hardly anything is to come"
+    assert not reads_all(even_text(LENGTH, 0.3, 1)), "it is mostly wrong"
+
+
+def test_reading_all_of_a_text_makes_up_for_the_time_it_takes() -> None:
+    for seed in range(5):
+        text = read_text(LENGTH, agreement_by_read, seed, runs=0.4)
+        unable = replace(FAST_READER, catch_up=0.005)
+        rates = [
+            simulate(AdaptiveLength(), [text], costs, prompt=850).rate for costs in (unable, FAST_READER)
+        ]
+        assert rates[1] > 1.03 * rates[0]
 
 
 def test_a_drafter_that_is_always_wrong_loses_what_was_set_aside_for_trials_and_no_more() -> None:

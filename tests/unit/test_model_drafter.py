@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mvllm.core.batch.row_sampling import RowSampling
@@ -89,6 +91,34 @@ def test_a_long_prompt_begins_with_its_last_tokens() -> None:
     assert drafter.propose([row(B, tokens[-6:])]) == [drafts], "what came before is unknown to the model"
     assert passes(model) == [[6], [1], [1], [6], [1], [1]]
     assert drafter.num_behind(A, 40 + 3) == 40 + 3 - (34 + 6 + 2), "two of three drafts were computed"
+
+
+def test_a_row_that_is_told_to_reads_what_it_has_left_out() -> None:
+    drafter, model = make(first_tokens=6, budget=16)
+    tokens = list(range(40))
+    drafter.propose([row(A, tokens)])
+    assert drafter.num_unread(A, 40) == 34
+    passes(model)
+    assert drafter.propose([replace(row(A, tokens), reads_all=True)]) == [()]
+    assert drafter.num_unread(A, 40) == 0
+    assert drafter.num_behind(A, 40) == 24
+    tokens.append(1)  # the target goes on meanwhile
+    assert drafter.propose([row(A, tokens, 0)]) == [()]
+    [drafts] = drafter.propose([row(A, tokens)])
+    assert passes(model) == [[16], [16], [9], [1], [1]]
+    whole, _ = make(first_tokens=None, budget=100)
+    assert whole.propose([row(A, tokens)]) == [drafts]
+
+
+def test_a_row_that_would_not_fit_as_a_whole_has_nothing_unread() -> None:
+    for changes in ({"blocks": 10}, {"context": 40}):
+        drafter, _ = make(first_tokens=6, **changes)
+        drafter.propose([row(A, list(range(36)))])
+        assert drafter.num_unread(A, 36) == 0
+    drafter, _ = make(first_tokens=6)
+    assert drafter.num_unread(A, 36) == 0, "it has not begun"
+    drafter.propose([row(A, list(range(5)))])
+    assert drafter.num_unread(A, 5) == 0
 
 
 def test_a_row_that_has_fallen_far_behind_begins_anew() -> None:

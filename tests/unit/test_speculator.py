@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,14 +46,19 @@ class FakeDrafter(Drafter):
         self.limits = limit
         self.seconds = seconds
         self.asked: list[tuple[RequestId, int]] = []
+        self.reading: list[RequestId] = []
         self.released: list[RequestId] = []
         self.num_closed = 0
 
     def limit(self, id: RequestId, num_tokens: int) -> Any:
         return self.limits
 
+    def num_unread(self, id: RequestId, num_tokens: int) -> int:
+        return 2
+
     def propose(self, rows: Sequence[DraftRow]) -> Any:
         self.asked = [(row.id, row.max_drafts) for row in rows]
+        self.reading = [row.id for row in rows if row.reads_all]
         self.clock.now += self.seconds
         if isinstance(self.proposals, Exception):
             raise self.proposals
@@ -70,6 +76,7 @@ class FakePolicy(DraftLengthPolicy):
 
     def __init__(self, answer: Callable[[Sequence[DraftDemand]], Any]) -> None:
         self.answer = answer
+        self.reading: frozenset[RequestId] = frozenset()
         self.demands: list[DraftDemand] = []
         self.steps: list[SpeculationStep] = []
         self.released: list[RequestId] = []
@@ -77,6 +84,9 @@ class FakePolicy(DraftLengthPolicy):
     def lengths(self, rows: Sequence[DraftDemand]) -> Any:
         self.demands = list(rows)
         return self.answer(rows)
+
+    def readers(self) -> frozenset[RequestId]:
+        return self.reading
 
     def observe(self, step: SpeculationStep) -> None:
         self.steps.append(step)
@@ -107,8 +117,19 @@ def speculator(drafter: Drafter, policy: DraftLengthPolicy, clock: Clock, most: 
 def test_decoding_rows_alone_are_asked_about_with_what_they_could_get() -> None:
     drafter, policy = FakeDrafter(Clock()), FakePolicy(lambda rows: [2, 0])
     wishes = speculator(drafter, policy, Clock()).wishes(three_rows())
-    assert policy.demands == [DraftDemand(A, 3, 6), DraftDemand(B, 3, 6)]
+    expected = DraftDemand(A, 3, limit=6, num_unread=2, num_left=7)
+    assert policy.demands == [expected, replace(expected, id=B)]
     assert wishes == {A: 2}
+
+
+def test_the_rows_that_the_policy_names_are_told_to_read_all_their_tokens() -> None:
+    drafter, policy = FakeDrafter(Clock(), [(1,), ()]), FakePolicy(lambda rows: [2, 2])
+    one, states = speculator(drafter, policy, Clock()), three_rows()
+    for reading in ([B], []):
+        policy.reading = frozenset(reading)
+        one.wishes(states)
+        one.propose(PLAN, states)
+        assert drafter.reading == reading
 
 
 @pytest.mark.parametrize(("limit", "most", "expected"), [(4, 50, 4), (100, 5, 5), (100, 50, 6)])
