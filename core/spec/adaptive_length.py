@@ -28,7 +28,8 @@ PLAIN_EVERY = 128  # steps between measurements of a step without drafts
 CATCH_UP_ROUNDS = 64  # rounds of drafting over which the cost of catching up has to come back
 PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
 PROPOSING_DRIFT = 0.01  # back to 1, for each step in which the row was not asked to draft
-READ_GAIN = 0.2  # of the tokens still to come, that are hoped for from a drafter that has read everything
+READ_HOPE = 0.95  # chance of acceptance that is hoped for from a drafter that has read everything
+READ_SHARE = 0.7  # of the time that this would save, that reading may take
 READ_HORIZON = 2  # tokens at most that are expected to come, for each one there is
 LEAST_EARNED = 2.0  # tokens that a row's drafts must have brought before its drafter reads everything
 LEAST_GAIN = 0.02  # of tokens per second, if all rows may draft; for less it is not worth the risk
@@ -42,7 +43,8 @@ class _Row:
     num_behind: int = 0  # tokens the drafter has to read before it can draft
     asked: int = 0  # drafts allowed in the step under way
     earned: float = 0.0  # tokens that its drafts have brought beyond their cost, and may lose again
-    reads_all: bool = False  # the drafter is on its way through all of the row's tokens
+    told_to_read: bool = False  # all of its tokens; at most once
+    is_reading: bool = False  # the drafter is on its way through them
     proposing: float = 1.0  # share of rounds in which the drafter used the permission
 
 
@@ -85,7 +87,7 @@ class AdaptiveLength(DraftLengthPolicy):
         for demand in rows:
             row = self._rows.setdefault(demand.id, _Row())
             row.num_behind, row.asked = demand.num_behind, 0
-            row.reads_all &= row.num_behind > SMALL_CATCH_UP
+            row.is_reading &= demand.num_unread == 0 and row.num_behind > SMALL_CATCH_UP
         num_rows, self._readers = len(rows), frozenset()
         if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and self._since_plain < PLAIN_EVERY:
             chosen: dict[RequestId, int] = {}
@@ -100,8 +102,9 @@ class AdaptiveLength(DraftLengthPolicy):
                 )
             for demand in rows:
                 row = self._rows[demand.id]
-                row.reads_all |= demand.id in self._readers
-                if row.reads_all and demand.limit > 0:
+                if demand.id in self._readers:
+                    row.told_to_read = row.is_reading = True
+                elif row.is_reading and demand.limit > 0:
                     chosen.setdefault(demand.id, 1)
             idle = [demand for demand in rows if demand.limit > 0 and demand.id not in chosen]
             if idle:
@@ -115,12 +118,19 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _is_worth_reading(self, demand: DraftDemand, num_rows: int) -> bool:
         """Whether the drafter should read all of a row's tokens, what it has read once more."""
-        earned = self._rows[demand.id].earned
-        if demand.num_unread == 0 or earned < LEAST_EARNED or not self._draft.knows_catch_up:
+        row = self._rows[demand.id]
+        if demand.num_unread == 0 or row.told_to_read or row.earned < LEAST_EARNED:
             return False
-        to_come = min(demand.num_left, READ_HORIZON * demand.num_output)
-        seconds = self._draft.catch_up_seconds() * demand.num_tokens
-        return self._in_tokens(seconds, num_rows) <= READ_GAIN * to_come
+        if not self._draft.knows_catch_up:
+            return False
+        to_come = num_rows * min(demand.num_left, READ_HORIZON * demand.num_output)
+        chances = (self._acceptance.survival(demand.id, self._cap(demand)), self._hope(demand, READ_HOPE))
+        now, hoped = [to_come / self._plan([demand], [each], num_rows)[1] for each in chances]
+        return self._draft.catch_up_seconds() * demand.num_tokens <= READ_SHARE * (now - hoped)
+
+    def _hope(self, demand: DraftDemand, chance: float) -> list[float]:
+        """Chances of survival if each draft has this one."""
+        return list(accumulate([chance] * self._cap(demand), mul))
 
     def _cap(self, demand: DraftDemand) -> int:
         return min(self._max_length, demand.limit)
@@ -128,7 +138,14 @@ class AdaptiveLength(DraftLengthPolicy):
     def _best(
         self, candidates: Sequence[DraftDemand], chances: Sequence[Sequence[float]], num_rows: int
     ) -> dict[RequestId, int]:
-        """Lengths above 0 of the candidates in a step of `num_rows` decoding rows.
+        """Lengths above 0 of the candidates in a step of `num_rows` decoding rows."""
+        return self._plan(candidates, chances, num_rows)[0]
+
+    def _plan(
+        self, candidates: Sequence[DraftDemand], chances: Sequence[Sequence[float]], num_rows: int
+    ) -> tuple[dict[RequestId, int], float]:
+        """Lengths above 0 of the candidates in a step of `num_rows` decoding rows, and the tokens per second
+        that are expected of it.
 
         A draft can only be accepted after those before it, so each row's chances fall; merged by falling
         chance, every prefix of the list is the best choice of so many drafts.
@@ -169,14 +186,14 @@ class AdaptiveLength(DraftLengthPolicy):
         lengths: dict[RequestId, int] = {}
         for _, index, place in offers[:best_count]:
             lengths[candidates[index].id] = place + 1
-        return lengths
+        return lengths, best_rate
 
     def _affordable_trial(
         self, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int
     ) -> dict[RequestId, int]:
         """Drafts for the row of which least is known, if they may pay and the savings cover their loss."""
         uncertain = max(idle, key=self._worth_trying)
-        hope = list(accumulate([HOPE] * self._cap(uncertain), mul))
+        hope = self._hope(uncertain, HOPE)
         # Without knowing what drafts cost, nobody can say that they don't pay.
         if self._forward.curve(num_rows).is_known and not self._best([uncertain], [hope], num_rows):
             return {}
@@ -228,7 +245,7 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _observe_drafts(self, step: SpeculationStep, results: Sequence[DraftResult]) -> None:
         asked = [(self._rows[result.id], result) for result in results if self._rows[result.id].asked > 0]
-        if not asked or any(row.reads_all for row, _ in asked):
+        if not asked or any(row.is_reading for row, _ in asked):
             return  # reading is not told apart from drafting
         passes = max([result.proposed for _, result in asked])
         behind = [(row, result) for row, result in asked if row.num_behind > SMALL_CATCH_UP]
@@ -252,7 +269,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._savings = min(self._savings + TRIAL_SHARE * num_rows, MAX_SAVINGS)
         # What reading takes was weighed beforehand.
         rows = [(result, self._rows[result.id]) for result in results]
-        asked = [result for result, row in rows if row.asked > 0 and not row.reads_all]
+        asked = [result for result, row in rows if row.asked > 0 and not row.is_reading]
         num_drafts = sum([result.proposed for result in asked])
         forward = self._forward.seconds(num_rows, num_rows + num_drafts) - plain
         drafting = self._drafting_seconds(step, asked) / max(len(asked), 1)

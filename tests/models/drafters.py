@@ -167,11 +167,18 @@ class RandomLengths(DraftLengthPolicy):
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self.known: set[RequestId] = set()
+        self._reading: frozenset[RequestId] = frozenset()
         self.steps: list[SpeculationStep] = []
 
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
         self.known |= {row.id for row in rows}
-        return [min(row.limit, self._random.choice([0, 1, 2, 3, 8, 8])) for row in rows]
+        lengths = [min(row.limit, self._random.choice([0, 1, 2, 3, 8, 8])) for row in rows]
+        unread = [row.id for row, length in zip(rows, lengths, strict=True) if length > 0 < row.num_unread]
+        self._reading = frozenset(id for id in unread if self._random.random() < 0.3)
+        return lengths
+
+    def readers(self) -> frozenset[RequestId]:
+        return self._reading
 
     def observe(self, step: SpeculationStep) -> None:
         self.known |= {result.id for result in step.results}

@@ -135,6 +135,9 @@ class WatchedModelDrafter(Drafter):
     def num_behind(self, id: RequestId, num_tokens: int) -> int:
         return self.inner.num_behind(id, num_tokens)
 
+    def num_unread(self, id: RequestId, num_tokens: int) -> int:
+        return self.inner.num_unread(id, num_tokens)
+
     def propose(self, rows: Sequence[DraftRow]) -> list[tuple[TokenId, ...]]:
         proposals = self.inner.propose(rows)
         self.last = {row.id: proposal for row, proposal in zip(rows, proposals, strict=True)}

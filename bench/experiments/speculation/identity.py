@@ -41,6 +41,9 @@ class SwitchingPolicy(DraftLengthPolicy):
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
         return self.current.lengths(rows)
 
+    def readers(self) -> frozenset[RequestId]:
+        return self.current.readers()
+
     def observe(self, step: SpeculationStep) -> None:
         self.current.observe(step)
 

@@ -24,6 +24,9 @@ class RecordingPolicy(DraftLengthPolicy):
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
         return self._inner.lengths(rows)
 
+    def readers(self) -> frozenset[RequestId]:
+        return self._inner.readers()
+
     def observe(self, step: SpeculationStep) -> None:
         self.steps.append(step)
         self._inner.observe(step)
