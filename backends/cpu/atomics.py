@@ -60,7 +60,8 @@ _sleep = emitted(_emit_sleep, 0)
 
 @kernel("void(int64, int64)")
 def back_off(tries: Any, spins: Any) -> Any:
-    """Wait a moment: spin for the first `spins` tries, 10 to 20 ns each, sleep from then on.
+    """Wait a moment: spin for the first `spins` tries, sleep from then on. How long a try takes depends
+    on the processor.
 
     A thread whose partner has lost its core must leave its own, so that the partner is moved there. Yielding
     does not do: the core stays busy, and with one core taken by others decoding was half as fast, with two

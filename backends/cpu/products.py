@@ -61,11 +61,12 @@ def _emit_streams(
         else:
             layout = QUANTIZED[format_name]
             quantized_kernels.emit_tile(
-                emitter, isa, layout, records, *size, *addresses_and_sizes, streams=form.reading
+                emitter, isa, layout, records, *size, *addresses_and_sizes, reading=form.reading
             )
 
     def emit_for_tokens(count: int) -> None:
-        emit_for_count(emitter, blocks, sorted({1, form.reading.streams}), lambda blocks: emit(blocks, count))
+        together = sorted({1, form.reading.streams})
+        emit_for_count(emitter, blocks, together, lambda block_count: emit(block_count, count))
 
     emit_for_count(emitter, tokens, range(1, form.streamed_tokens + 1), emit_for_tokens)
 

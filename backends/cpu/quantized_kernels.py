@@ -247,22 +247,22 @@ def emit_tile(
     out_block_stride: Value,
     out_stride: Value,
     groups: Value,
-    streams: Reading | None = None,
+    reading: Reading | None = None,
 ) -> None:
     """out[token, block, lane] of `blocks` row blocks and `tokens` tokens; strides in bytes, `groups` of 32
     inputs. With block strides of 0 it is one row block, computed more than once.
 
-    The row blocks are neighbours, or with `streams` each is part of a stream that goes on behind it.
+    The row blocks are neighbours, or with `reading` each is part of a stream that goes on behind it.
     """
     factors = Factors(emitter, isa, layout, lane=None)
     starts = [emitter.offset(weights, emitter.times(block_stride, b)) for b in range(blocks)]
     acts = [emitter.offset(activations, emitter.times(activation_stride, t)) for t in range(tokens)]
     lines = range(0, layout.group_bytes(isa.lanes), LINE_BYTES)
-    past_caches = streams is not None and streams.past_caches
-    if streams is None:
+    past_caches = reading is not None and reading.past_caches
+    if reading is None:
         ahead = _next_tile(emitter, emitter.times(block_stride, blocks))
     else:
-        ahead = I64(streams.bytes_ahead)
+        ahead = I64(reading.bytes_ahead)
 
     def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
         def load(block: int, word: int) -> Value:

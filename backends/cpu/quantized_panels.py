@@ -212,7 +212,7 @@ def quantized_form(isa: Isa, layout: QuantLayout, records: ActivationLayout) -> 
     return Form(
         inputs_per_step=GROUP,
         activation_step_bytes=records.record_bytes,
-        reading=best_reading(),
+        reading=best_reading(isa),
         streamed_tokens=isa.streamed_tokens,
         tile_blocks=TILE_BLOCKS,
         tile_tokens=isa.max_tokens,

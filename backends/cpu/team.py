@@ -181,19 +181,21 @@ def _choose_spins(control_address: Any, workers: Any) -> Any:
     Where cores are lacking, spinning keeps others from one. But threads that spin less than a sleep takes may
     just keep each other asleep, so more is tried again now and then, ever more rarely.
     """
-    control, naps, meetings, took_ns, waited_ns = control_at(control_address), 0, 0, 0, 0
+    control, naps, meetings, waited_ns = control_at(control_address), 0, 0, 0
     for thread in range(control.call % _CALL_STEP):
         worker = worker_at(workers + thread * _WORKER_BYTES)
         naps += worker.naps
         meetings += worker.meetings
-        took_ns += worker.took_ns
         waited_ns += worker.waited_ns
     if meetings == 0:  # a single thread tells nothing
         return
-    # Where stages are long threads often wait long enough to sleep, but little all the same.
-    if naps * _BEARABLE_NAPS <= meetings or waited_ns * _BEARABLE_WAIT < took_ns:
+    # Where stages are long threads often wait long enough to sleep, but little all the same. The caller's own
+    # time is the one that is surely known by now.
+    took_ns = worker_at(workers).took_ns * (control.call % _CALL_STEP)
+    is_long = control.spins == control.long_spins
+    if naps * _BEARABLE_NAPS <= meetings or (is_long and waited_ns * _BEARABLE_WAIT < took_ns):
         control.spins, control.rest_calls = control.long_spins, _FIRST_REST
-    elif control.spins == control.long_spins:
+    elif is_long:
         control.spins, control.resting_calls = control.short_spins, control.rest_calls
         control.rest_calls = min(2 * control.rest_calls, _LONGEST_REST)
     else:

@@ -79,7 +79,7 @@ class Speculator:
             limits = [self._limit(state) for state in decoding]
             with self._contained(self._policy):
                 lengths = self._lengths(decoding, limits)
-                self._readers = self._policy.readers()
+                self._readers = frozenset(self._policy.readers())
                 self._asked = {
                     state.id: min(length, limit)
                     for state, length, limit in zip(decoding, lengths, limits, strict=True)
@@ -222,10 +222,10 @@ class Speculator:
                 state.id,
                 len(state.token_ids),
                 limit or self._room(state),
-                self._drafter.num_behind(state.id, len(state.token_ids)),
-                self._drafter.num_unread(state.id, len(state.token_ids)),
-                state.num_output_tokens,
-                state.request.total_limit - len(state.token_ids),
+                num_behind=self._drafter.num_behind(state.id, len(state.token_ids)),
+                num_unread=self._drafter.num_unread(state.id, len(state.token_ids)),
+                num_output=state.num_output_tokens,
+                num_left=state.request.total_limit - len(state.token_ids),
             )
             for state, limit in zip(decoding, limits, strict=True)
         ]

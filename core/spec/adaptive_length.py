@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 
 from mvllm.core.spec.acceptance import AcceptanceModel
@@ -87,7 +87,9 @@ class AdaptiveLength(DraftLengthPolicy):
         for demand in rows:
             row = self._rows.setdefault(demand.id, _Row())
             row.num_behind, row.asked = demand.num_behind, 0
-            row.is_reading &= demand.num_unread == 0 and row.num_behind > SMALL_CATCH_UP
+            if row.is_reading and demand.num_unread > 0:  # the drafter could not begin then
+                row.told_to_read = row.is_reading = False
+            row.is_reading &= row.num_behind > SMALL_CATCH_UP
         num_rows, self._readers = len(rows), frozenset()
         if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and self._since_plain < PLAIN_EVERY:
             chosen: dict[RequestId, int] = {}
@@ -95,11 +97,7 @@ class AdaptiveLength(DraftLengthPolicy):
             if self._draft.known and self._forward.curve(num_rows).is_known:
                 chances = [self._acceptance.survival(demand.id, self._cap(demand)) for demand in rows]
                 chosen = self._best(rows, chances, num_rows)
-                self._readers = frozenset(
-                    demand.id
-                    for demand in rows
-                    if demand.id in chosen and self._is_worth_reading(demand, num_rows)
-                )
+                self._readers = self._choose_reader([row for row in rows if row.id in chosen], num_rows)
             for demand in rows:
                 row = self._rows[demand.id]
                 if demand.id in self._readers:
@@ -116,17 +114,22 @@ class AdaptiveLength(DraftLengthPolicy):
     def readers(self) -> frozenset[RequestId]:
         return self._readers
 
+    def _choose_reader(self, drafting: Sequence[DraftDemand], num_rows: int) -> frozenset[RequestId]:
+        """At most one row, and none while a drafter reads: it can do so for one at a time."""
+        if any(row.is_reading for row in self._rows.values()):
+            return frozenset()
+        worth = (demand.id for demand in drafting if self._is_worth_reading(demand, num_rows))
+        return frozenset(islice(worth, 1))
+
     def _is_worth_reading(self, demand: DraftDemand, num_rows: int) -> bool:
         """Whether the drafter should read all of a row's tokens, what it has read once more."""
-        row = self._rows[demand.id]
-        if demand.num_unread == 0 or row.told_to_read or row.earned < LEAST_EARNED:
-            return False
-        if not self._draft.knows_catch_up:
+        row, catch_up = self._rows[demand.id], self._draft.catch_up_seconds()
+        if demand.num_unread == 0 or row.told_to_read or row.earned < LEAST_EARNED or catch_up <= 0.0:
             return False
         to_come = num_rows * min(demand.num_left, READ_HORIZON * demand.num_output)
         chances = (self._acceptance.survival(demand.id, self._cap(demand)), self._hope(demand, READ_HOPE))
         now, hoped = [to_come / self._plan([demand], [each], num_rows)[1] for each in chances]
-        return self._draft.catch_up_seconds() * demand.num_tokens <= READ_SHARE * (now - hoped)
+        return catch_up * demand.num_tokens <= READ_SHARE * (now - hoped)
 
     def _hope(self, demand: DraftDemand, chance: float) -> list[float]:
         """Chances of survival if each draft has this one."""
@@ -145,7 +148,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self, candidates: Sequence[DraftDemand], chances: Sequence[Sequence[float]], num_rows: int
     ) -> tuple[dict[RequestId, int], float]:
         """Lengths above 0 of the candidates in a step of `num_rows` decoding rows, and the tokens per second
-        that are expected of it.
+        that are expected of it; if there are none, those that drafting would have to give.
 
         A draft can only be accepted after those before it, so each row's chances fall; merged by falling
         chance, every prefix of the list is the best choice of so many drafts.
@@ -232,6 +235,8 @@ class AdaptiveLength(DraftLengthPolicy):
         self._acceptance.observe(results)
         for result in results:
             row = self._rows[result.id]
+            if row.is_reading:
+                continue
             if row.asked > 0:
                 row.proposing += PROPOSING_WEIGHT * (float(result.proposed > 0) - row.proposing)
             else:
@@ -282,13 +287,15 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _drafting_seconds(self, step: SpeculationStep, asked: Sequence[DraftResult]) -> float:
         """What drafting took, but not far beyond what was to be expected: otherwise one step that was held up
-        could use up what is saved in thousands. What a drafter takes at first, nobody can know before."""
+        could use up what is saved in thousands. What a drafter takes at first, nobody can know before, and
+        what it reads of another row is not these rows' expense."""
         if not asked or not self._draft.known:
             return 0.0
         rows = [self._rows[result.id] for result in asked]
         num_behind = sum([row.num_behind for row in rows if row.num_behind > SMALL_CATCH_UP])
         drafting = self._draft.round_seconds(len(rows), max([row.asked for row in rows]))
-        return min(step.draft_seconds, CLIP * (self._draft.catch_up_seconds() * num_behind + drafting))
+        clip = 1.0 if any(row.is_reading for row in self._rows.values()) else CLIP
+        return min(step.draft_seconds, clip * (self._draft.catch_up_seconds() * num_behind + drafting))
 
     def release(self, id: RequestId) -> None:
         self._rows.pop(id, None)

@@ -156,7 +156,9 @@ class DraftCache:
         grant = self._kv.grant(plan, {job.row.id: job.row.cache_salt for job in jobs})
         for job in jobs:
             if job.probe is not None:
-                self._sequences[job.row.id] = _Sequence(job.first, job.start, job.row.reads_all)
+                self._sequences[job.row.id] = _Sequence(
+                    job.first, job.start, reads_all=job.row.reads_all and job.first == 0
+                )
         return jobs, grant
 
     def written(self, job: DraftJob, drafts: tuple[TokenId, ...]) -> None:
@@ -195,7 +197,7 @@ class DraftCache:
         agreed = _common_length(sequence.written, tokens[known : known + len(sequence.written)])
         sequence.num_computed = min(known + agreed, len(tokens) - 1)
         sequence.written = ()
-        leaves_out = row.reads_all and sequence.first > 0
+        leaves_out = row.reads_all and row.max_drafts > 0 and sequence.first > 0
         if not leaves_out and self._can_go_on(sequence.num_computed, len(tokens), sequence.reads_all):
             self._kv.commit([KvCommit(row.id, tokens, sequence.num_computed)])
         else:
@@ -233,6 +235,8 @@ class DraftCache:
         num_blocks = room.blocks - len(newly_pinned) + len(held)  # it could have in all
         room_for = min(num_blocks * self._kv.block_size, self._max_context) - num_tokens
         if room_for < 0:
+            if sequence is not None:
+                sequence.reads_all = False  # far behind, it gives back its blocks and begins anew
             return None
         num_drafts = min(row.max_drafts, room_for + 1) if start + count == num_tokens else 0
         end = num_tokens + max(0, num_drafts - 1)

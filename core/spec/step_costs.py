@@ -12,7 +12,6 @@ WINDOW = 16  # latest samples kept of each kind of step
 TOKEN_SLOPE = 0.04  # of a plain step's time, for each token more, before any such step was seen
 TRUSTED = 2  # samples of the drafter's cost before it is believed
 LATER_SHARE = 0.75  # of a round's first pass, that one more takes, before any such round was seen
-LATER_SHARE = 0.75  # of a round's first pass, that one more takes, before any such round was seen
 CLIP = 2.0  # a sample counts as at most so many times what was expected
 EXACT_BITS = 5  # steps of up to 2**5 - 1 tokens are told apart exactly
 SMALL_CATCH_UP = 16  # tokens of a row that count as part of an ordinary pass
@@ -154,10 +153,6 @@ class DraftCosts:
     @property
     def known(self) -> bool:
         return bool(self._first)
-
-    @property
-    def knows_catch_up(self) -> bool:
-        return bool(self._catch_ups)
 
     def pass_seconds(self, rows: int, place: int) -> float:
         """Of pass number `place`, from 0, of a round over `rows` rows: as measured for the number of rows

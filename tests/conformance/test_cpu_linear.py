@@ -177,7 +177,7 @@ def test_any_number_of_streams_gives_the_same_bits(
     acts = activations(rng.standard_normal((3, 256), np.float32), matrix)
     expected = product(matrix, acts, panels_from=NEVER)
     reading = Reading(streams, bytes_ahead=512, past_caches=streams == 2)
-    monkeypatch.setattr(quantized_panels, "best_reading", lambda: reading)
+    monkeypatch.setattr(quantized_panels, "best_reading", lambda isa: reading)
     monkeypatch.setattr(jit, "kernel_folder", lambda: None)
     monkeypatch.setattr(linear, "matmul_address", functools.cache(linear.matmul_address.__wrapped__))
     for tokens in (1, 2):

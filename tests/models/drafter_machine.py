@@ -141,6 +141,7 @@ class Asked:
     row: Row
     max_drafts: int
     limit: int
+    num_behind: int
     reads_all: bool
     seen: list[int] = field(default_factory=list)
 
@@ -240,7 +241,7 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         assert len(proposed) == len(asked)
         self._check_sizes(batches)
         for one in asked:
-            self._note_beginning(one.row, told=one.reads_all)
+            self._note_beginning(one.row, told=one.reads_all and one.max_drafts > 0)
         for one, drafts in zip(asked, proposed, strict=True):
             self._check_drafts(one, drafts)
         self._account(asked, proposed, batches)
@@ -257,7 +258,9 @@ class ModelDrafterMachine(RuleBasedStateMachine):
             num_unread = self.drafter.num_unread(row.id, len(row.tokens))
             assert num_unread in (0, row.first if row.in_cache is not None else 0)
             reads_all = num_unread > 0 and data.draw(st.integers(0, 3)) == 0
-            asked.append(Asked(row, min(limit, data.draw(st.integers(0, 5))), limit, reads_all))
+            num_behind = self.drafter.num_behind(row.id, len(row.tokens))
+            max_drafts = min(limit, data.draw(st.integers(0, 5)))
+            asked.append(Asked(row, max_drafts, limit, num_behind, reads_all))
         return asked
 
     @staticmethod
@@ -284,6 +287,7 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         if row.beginning is not None and row.in_cache is not None:
             num_positions = len(row.tokens) - row.first
             foreign = max(row.tokens) >= DRAFT_VOCAB
+            row.reads_all &= beginning is not row.beginning or beginning.reads_all
             is_far = not row.reads_all and num_positions - row.num_kept() > most
             must = told or foreign or num_positions > context or is_far
             assert must or beginning is row.beginning, "begun anew, or put out"
@@ -312,7 +316,8 @@ class ModelDrafterMachine(RuleBasedStateMachine):
                 f"V4: draft {index} of {drafts} after {row.tokens}"
             )
             assert END not in drafts[:index], "drafts after the end"
-        is_ready = not row.reads_all or self.drafter.num_behind(row.id, len(row.tokens)) == 0
+        # Rows that read all may have to share the budget.
+        is_ready = not row.reads_all or one.num_behind <= self.config.catch_up_tokens // MAX_ROWS
         can_draft = is_ready and max(row.tokens) < DRAFT_VOCAB and not self._waits(row)
         if self.roomy and can_draft and END not in drafts:
             assert len(drafts) == one.max_drafts or row.next_draft(drafts) is None, "a draft is missing"

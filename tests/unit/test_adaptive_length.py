@@ -312,6 +312,29 @@ def test_a_drafter_reads_all_of_a_text_if_that_may_pay() -> None:
     assert not reads_all(even_text(LENGTH, 0.3, 1)), "it is mostly wrong"
 
 
+def test_drafting_goes_on_after_reading_a_very_long_text() -> None:
+    text = read_text(2000, agreement_by_read, 1, runs=0.4)
+    lengths = [row for [row] in simulate(AdaptiveLength(), [text], FAST_READER, prompt=4000).lengths]
+    assert statistics.fmean(lengths[-200:]) > 2.0
+
+
+def test_one_row_reads_all_of_its_text_at_a_time() -> None:
+    class Watched(AdaptiveLength):
+        def __init__(self) -> None:
+            super().__init__()
+            self.readings: list[int] = []
+
+        def readers(self) -> frozenset[RequestId]:
+            self.readings.append(len(super().readers()))
+            return super().readers()
+
+    policy = Watched()
+    texts = [read_text(1500, agreement_by_read, row, runs=0.4) for row in range(2)]
+    simulate(policy, texts, replace(MODEL, catch_up=0.0003, first_tokens=64), prompt=850)
+    assert max(policy.readings) == 1
+    assert sum(policy.readings) == 2
+
+
 def test_reading_all_of_a_text_makes_up_for_the_time_it_takes() -> None:
     slow = replace(FAST_READER, catch_up=0.005)
     gains = []

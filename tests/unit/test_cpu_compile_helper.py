@@ -243,4 +243,4 @@ def test_every_model_needs_what_the_helper_compiles(monkeypatch: pytest.MonkeyPa
     result = subprocess.run(
         [sys.executable, "-c", _USED, str(model)], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert result.stdout == "15 []\n"
+    assert result.stdout == "16 []\n"

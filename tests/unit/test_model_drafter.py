@@ -110,6 +110,28 @@ def test_a_row_that_is_told_to_reads_what_it_has_left_out() -> None:
     assert whole.propose([row(A, tokens)]) == [drafts]
 
 
+def test_a_row_that_may_not_draft_now_is_not_begun_anew() -> None:
+    drafter, _ = make(first_tokens=6)
+    drafter.propose([row(A, list(range(40)))])
+    drafter.propose([replace(row(A, list(range(41)), 0), reads_all=True)])
+    assert drafter.num_unread(A, 41) == 34
+
+
+def test_a_reading_row_whose_room_is_taken_begins_anew_with_its_last_tokens() -> None:
+    drafter, _ = make(first_tokens=6, budget=36, blocks=14)
+    tokens = list(range(45))
+    drafter.propose([row(A, tokens)])
+    drafter.propose([replace(row(A, tokens), reads_all=True)])
+    assert drafter.num_behind(A, 45) == 9
+    drafter.propose([row(B, list(range(6)), 3)])
+    drafter.propose([row(B, list(range(19)), 0)])
+    drafter.propose([row(RequestId("c"), [7] * 6, 3)])
+    tokens += range(12)  # more than is left
+    drafts = [drafter.propose([row(A, tokens, 1)])[0] for _ in range(2)]
+    assert [len(one) for one in drafts] == [0, 1]
+    assert drafter.num_unread(A, len(tokens)) == 0, "there is still no room"
+
+
 def test_a_row_that_would_not_fit_as_a_whole_has_nothing_unread() -> None:
     for changes in ({"blocks": 10}, {"context": 40}):
         drafter, _ = make(first_tokens=6, **changes)

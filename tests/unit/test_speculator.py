@@ -76,7 +76,7 @@ class FakePolicy(DraftLengthPolicy):
 
     def __init__(self, answer: Callable[[Sequence[DraftDemand]], Any]) -> None:
         self.answer = answer
-        self.reading: frozenset[RequestId] = frozenset()
+        self.reading: Any = frozenset()
         self.demands: list[DraftDemand] = []
         self.steps: list[SpeculationStep] = []
         self.released: list[RequestId] = []
@@ -85,7 +85,7 @@ class FakePolicy(DraftLengthPolicy):
         self.demands = list(rows)
         return self.answer(rows)
 
-    def readers(self) -> frozenset[RequestId]:
+    def readers(self) -> Any:
         return self.reading
 
     def observe(self, step: SpeculationStep) -> None:
@@ -130,6 +130,14 @@ def test_the_rows_that_the_policy_names_are_told_to_read_all_their_tokens() -> N
         one.wishes(states)
         one.propose(PLAN, states)
         assert drafter.reading == reading
+
+
+def test_rows_to_read_that_are_none_end_drafting_and_not_the_step() -> None:
+    drafter, policy = FakeDrafter(Clock(), [(1,), ()]), FakePolicy(lambda rows: [2, 2])
+    one, states, policy.reading = speculator(drafter, policy, Clock()), three_rows(), 7
+    assert one.wishes(states) == {}
+    assert one.propose(PLAN, states) == [(), (), ()]
+    assert one.totals.switched_off is not None
 
 
 @pytest.mark.parametrize(("limit", "most", "expected"), [(4, 50, 4), (100, 5, 5), (100, 50, 6)])
