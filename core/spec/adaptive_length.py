@@ -31,7 +31,7 @@ PROPOSING_DRIFT = 0.01  # back to 1, for each step in which the row was not aske
 READ_HOPE = 0.95  # chance of acceptance that is hoped for from a drafter that has read everything
 READ_SHARE = 0.7  # of the time that this would save, that reading may take
 READ_HORIZON = 2  # tokens at most that are expected to come, for each one there is
-LEAST_EARNED = 2.0  # tokens that a row's drafts must have brought before its drafter reads everything
+LEAST_ACCEPTED = 24  # drafts of a row, before its drafter reads everything
 LEAST_GAIN = 0.02  # of tokens per second, if all rows may draft; for less it is not worth the risk
 LEAST_SURVIVAL = 0.02  # drafts less likely to be accepted than this are not considered
 
@@ -43,6 +43,7 @@ class _Row:
     num_behind: int = 0  # tokens the drafter has to read before it can draft
     asked: int = 0  # drafts allowed in the step under way
     earned: float = 0.0  # tokens that its drafts have brought beyond their cost, and may lose again
+    num_accepted: int = 0  # drafts so far
     told_to_read: bool = False  # all of its tokens; at most once
     is_reading: bool = False  # the drafter is on its way through them
     proposing: float = 1.0  # share of rounds in which the drafter used the permission
@@ -63,8 +64,8 @@ class AdaptiveLength(DraftLengthPolicy):
     tokens. So drafting that never pays loses `FIRST_SAVINGS` tokens and `TRIAL_SHARE` of the time, besides
     what the drafter took to begin with.
 
-    A drafter that begins with the end of a text alone is told to read all of it once the row's drafts have
-    brought something, if reading takes less than what better drafts are hoped to save.
+    A drafter that begins with the end of a text alone is told to read all of it once some of the row's drafts
+    were accepted, if reading takes less than what better drafts are hoped to save.
 
     Args:
         max_length: most drafts of a row.
@@ -124,7 +125,7 @@ class AdaptiveLength(DraftLengthPolicy):
     def _is_worth_reading(self, demand: DraftDemand, num_rows: int) -> bool:
         """Whether the drafter should read all of a row's tokens, what it has read once more."""
         row, catch_up = self._rows[demand.id], self._draft.catch_up_seconds()
-        if demand.num_unread == 0 or row.told_to_read or row.earned < LEAST_EARNED or catch_up <= 0.0:
+        if demand.num_unread == 0 or row.told_to_read or row.num_accepted < LEAST_ACCEPTED or catch_up <= 0.0:
             return False
         to_come = num_rows * min(demand.num_left, READ_HORIZON * demand.num_output)
         chances = (self._acceptance.survival(demand.id, self._cap(demand)), self._hope(demand, READ_HOPE))
@@ -235,6 +236,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._acceptance.observe(results)
         for result in results:
             row = self._rows[result.id]
+            row.num_accepted += result.accepted
             if row.is_reading:
                 continue
             if row.asked > 0:
