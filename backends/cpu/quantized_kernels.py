@@ -247,6 +247,7 @@ def emit_tile(
     out_block_stride: Value,
     out_stride: Value,
     groups: Value,
+    *,
     reading: Reading | None = None,
 ) -> None:
     """out[token, block, lane] of `blocks` row blocks and `tokens` tokens; strides in bytes, `groups` of 32
