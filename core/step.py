@@ -132,6 +132,10 @@ class SamplingArrays:
     bias_values: NDArray[np.float32]  # [B] -inf bans the token
 
 
+NO_VOCAB_LIMIT = 1 << 31
+"""More than any vocabulary has."""
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """One forward pass. T tokens in R rows; row r is tokens[row_starts[r]:row_starts[r + 1]]."""
@@ -144,6 +148,7 @@ class ForwardBatch:
     block_tables: NDArray[np.int32]  # [R, M] padded with -1
     logit_rows: NDArray[np.int32]  # [S] indices into tokens, ascending
     sampling: SamplingArrays
+    vocab_limit: int = NO_VOCAB_LIMIT  # >= 1; logits of ids from it on are -inf and need not be computed
 
     @property
     def num_tokens(self) -> int:

@@ -103,6 +103,7 @@ class Capabilities:
 
     row_exact: bool  # a row's floats do not depend on the batch it is in
     kv_dtypes: tuple[str, ...]  # supported; the first is the default
+    skips_logits: bool = False  # a batch's `vocab_limit` saves the time that the other logits take
 
 
 class TensorOps(ABC, Generic[Handle]):

@@ -26,7 +26,7 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
-    capabilities = Capabilities(row_exact=True, kv_dtypes=_KV_DTYPES)
+    capabilities = Capabilities(row_exact=True, kv_dtypes=_KV_DTYPES, skips_logits=True)
 
     def __init__(self, threads: int | None = None) -> None:
         """`threads`: size of a model's team; None: as many as the machine and its container allow, and fewer

@@ -92,6 +92,8 @@ class StepInputs:
         ):
             if found > limit:
                 raise InvariantViolation(f"a batch has {found} {what}, at most {limit} were announced")
+        if batch.vocab_limit < 1:
+            raise InvariantViolation(f"a batch's vocab_limit is {batch.vocab_limit}; it must be 1 at least")
         if len(batch.positions) != num_tokens or len(batch.slots) != num_tokens:
             raise InvariantViolation("tokens, positions and slots of a batch differ in length")
         if len(batch.row_starts) != batch.num_rows + 1 or len(batch.block_tables) != batch.num_rows:
@@ -102,6 +104,7 @@ class StepInputs:
             num_rows=batch.num_rows,
             num_logit_rows=num_logit_rows,
             table_width=batch.block_tables.shape[1],
+            vocab_limit=batch.vocab_limit,
             regime=regime_of(num_tokens, num_logit_rows),
             **{name: address_of(array) for name, array in zip(_ARRAYS, self._arrays, strict=True)},
         )

@@ -35,7 +35,7 @@ from mvllm.backends.cpu.weights import PackedWeights
 from mvllm.core.errors import EngineClosed, InvariantViolation
 from mvllm.core.model.decoder import forward
 from mvllm.core.model.spec import ModelSpec
-from mvllm.core.step import ForwardBatch, SamplingArrays, StepOutput
+from mvllm.core.step import ForwardBatch, StepOutput
 from mvllm.core.tensor import KvGeometry, Model, ModelWeights
 from mvllm.core.trace import Trace
 from mvllm.core.types import BlockId
@@ -45,6 +45,7 @@ class _Sampling:
     """Owns the sampler's parameter table and scratch; `logits` is where its input will lie, f32[S, V]."""
 
     def __init__(self, vocab_size: int, threads: int, logits: NDArray[np.float32]) -> None:
+        self._vocab_size = vocab_size
         self._stride = sampler_scratch_bytes(vocab_size)
         self._scratch = aligned_zeros(threads * self._stride, "sampler scratch")
         self._table = np.zeros(NUM_COLUMNS, np.int64)
@@ -52,17 +53,21 @@ class _Sampling:
         self._fixed = {
             "logits": logits.ctypes.data,
             "row_stride": logits.strides[0] // logits.itemsize,
-            "vocab": vocab_size,
             "scratch": self._scratch.ctypes.data,
             "scratch_stride": self._stride,
         }
         self.address: int = self._table.ctypes.data
 
-    def set(self, sampling: SamplingArrays) -> StepOutput:
+    def set(self, batch: ForwardBatch) -> StepOutput:
         """Fill the table for a batch; returns the output that the sampler will write into."""
-        output = empty_output(sampling)
+        output = empty_output(batch.sampling)
         pack_parameters(
-            self._table, sampling=sampling, output=output, addresses=self._addresses, **self._fixed
+            self._table,
+            vocab=min(self._vocab_size, batch.vocab_limit),
+            sampling=batch.sampling,
+            output=output,
+            addresses=self._addresses,
+            **self._fixed,
         )
         return output
 
@@ -112,7 +117,7 @@ class _Resources:
         trace, linked = self._trace, self.linked
         if trace is not None:
             trace.begin()
-        output = self.sampling.set(batch.sampling)
+        output = self.sampling.set(batch)
         times = 0 if trace is None else trace.address
         self.inputs.set_program(linked, len(linked.program.instructions), self.sampling.address, times)
         self.inputs.set_batch(batch)
@@ -171,7 +176,9 @@ class CpuModel(Model):
             linked = own.linked
             without_sampling = len(linked.program.instructions) - 1
             own.run(linked, batch, without_sampling)
-            return linked.rows(linked.program.logits, len(batch.logit_rows)).copy()
+            logits = linked.rows(linked.program.logits, len(batch.logit_rows)).copy()
+            logits[:, batch.vocab_limit :] = -np.inf
+            return logits
 
     def taps(self, batch: ForwardBatch) -> list[NDArray[np.float32]]:
         with self._resources() as own:

@@ -117,7 +117,10 @@ def _quantize(instruction: Any, worker: Any) -> None:
 def _linear(instruction: Any, worker: Any) -> None:
     i, w, rows = instruction_at(instruction), worker_at(worker), _num_rows(instruction, worker)
     p = linear_at(i.parameters)
-    first, last = p.blocks * w.thread // w.threads, p.blocks * (w.thread + 1) // w.threads
+    blocks = p.blocks
+    if i.domain != _TOKENS:  # the head, the only product over logit rows
+        blocks = min(blocks, (step_at(_step_of(worker)).vocab_limit + p.lanes - 1) // p.lanes)
+    first, last = blocks * w.thread // w.threads, blocks * (w.thread + 1) // w.threads
     source, other, target = _matrices(instruction, worker)
     matmul(p.descriptor, source, i.input.stride, target, i.output.stride, rows, first, last)
     start, width = 4 * first * p.lanes, (last - first) * p.lanes

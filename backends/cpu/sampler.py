@@ -114,7 +114,7 @@ def _rounded(value: Any) -> Any:
 
 @kernel("void(int64, int64, int64)")
 def _penalize(table: Any, row: Any, logits: Any) -> None:
-    """Apply the penalties of row `row` to `logits` in place."""
+    """Apply the penalties of row `row` to `logits` in place; there are none for ids from V on."""
     columns, values = _parameters(table), f32_at(logits)
     repetition = np.float64(f32_at(columns.repetition_penalty)[row])
     presence = np.float64(f32_at(columns.presence_penalty)[row])
@@ -122,6 +122,8 @@ def _penalize(table: Any, row: Any, logits: Any) -> None:
     offsets, tokens = i32_at(columns.count_offsets), i32_at(columns.count_tokens)
     prompt, output = i32_at(columns.prompt_counts), i32_at(columns.output_counts)
     for i in range(offsets[row], offsets[row + 1]):
+        if tokens[i] >= columns.vocab:
+            break
         value = np.float64(values[tokens[i]])
         if prompt[i] > 0 or output[i] > 0:
             value = value / repetition if value > 0.0 else value * repetition
@@ -132,11 +134,13 @@ def _penalize(table: Any, row: Any, logits: Any) -> None:
 
 @kernel("void(int64, int64, int64)")
 def _bias(table: Any, row: Any, logits: Any) -> None:
-    """Add the biases of row `row` to `logits` in place."""
+    """Add the biases of row `row` to `logits` in place; there are none for ids from V on."""
     columns, values = _parameters(table), f32_at(logits)
     offsets, tokens = i32_at(columns.bias_offsets), i32_at(columns.bias_tokens)
     biases = f32_at(columns.bias_values)
     for i in range(offsets[row], offsets[row + 1]):
+        if tokens[i] >= columns.vocab:
+            break
         values[tokens[i]] = _rounded(np.float64(values[tokens[i]]) + np.float64(biases[i]))
 
 

@@ -32,7 +32,7 @@ MAXIMA = 24  # int32 per block
 _NUMBERS_BEFORE = (
     "logits",  # address of float32 rows
     "row_stride",  # floats from one row of logits to the next
-    "vocab",  # V
+    "vocab",  # V: ids from it on can't be drawn
 )
 _NUMBERS_AFTER = (
     "top_width",  # K, columns of top_tokens and top_logprobs

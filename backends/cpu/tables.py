@@ -84,6 +84,7 @@ STEP = _record(
     ("block_tables", _INT),  # int32[R, table_width]
     ("table_width", _INT),
     ("logit_rows", _INT),  # int32[S]
+    ("vocab_limit", _INT),  # columns of the logits that are wanted
     ("items", _INT),  # ITEM[num_items]: the attention's work, see attention_plan.py
     ("num_items", _INT),
     ("splits", _INT),  # SPLIT[num_splits]

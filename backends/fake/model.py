@@ -65,12 +65,14 @@ class FakeModel(Model):
         """
         tags = self._run(batch)
         last_tokens = batch.tokens[batch.logit_rows].tolist()
-        return self._sample(tags, last_tokens, batch.sampling)
+        return self._sample(tags, last_tokens, batch.sampling, batch.vocab_limit)
 
     def logits(self, batch: ForwardBatch) -> NDArray[np.float32]:
         tags = self._run(batch)
         rows = [logits_of(tag, self.vocab_size) for tag in tags]
-        return np.array(rows, np.float32).reshape(-1, self.vocab_size)
+        logits = np.array(rows, np.float32).reshape(-1, self.vocab_size)
+        logits[:, batch.vocab_limit :] = -np.inf
+        return logits
 
     def taps(self, batch: ForwardBatch) -> list[NDArray[np.float32]]:
         """One layer: the parts of each token's tag, f32[T, 4]."""
@@ -178,7 +180,11 @@ class FakeModel(Model):
     # --- sampling ----------------------------------------------------------------------------------------
 
     def _sample(
-        self, tags: Sequence[int], last_tokens: Sequence[TokenId], sampling: SamplingArrays
+        self,
+        tags: Sequence[int],
+        last_tokens: Sequence[TokenId],
+        sampling: SamplingArrays,
+        vocab_limit: int,
     ) -> StepOutput:
         size = len(tags)
         width = max([0, *sampling.num_logprobs.tolist()])
@@ -190,7 +196,7 @@ class FakeModel(Model):
             if last in self.faults.nan_tokens:
                 status[row] = RowStatus.NAN
                 continue
-            token = choose(tag, self.vocab_size, unpack_sampling(sampling, row))
+            token = choose(tag, self.vocab_size, unpack_sampling(sampling, row), vocab_limit)
             if token is None:
                 status[row] = RowStatus.EMPTY
                 continue

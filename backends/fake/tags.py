@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mvllm.core.request import GREEDY_TEMPERATURE
 from mvllm.core.sampling.keyed_noise import GAMMA, MIX_1, mix
+from mvllm.core.step import NO_VOCAB_LIMIT
 from mvllm.core.types import MASK_64, TokenId
 
 ROOT_TAG = 0x5EED
@@ -60,9 +61,12 @@ class FakeSampling:
     bias: Mapping[TokenId, float] = field(default_factory=dict)
 
 
-def choose(tag: int, vocab_size: int, sampling: FakeSampling) -> TokenId | None:
-    """The token after a prefix, ties to the lowest id; None if every one is banned."""
+def choose(
+    tag: int, vocab_size: int, sampling: FakeSampling, vocab_limit: int = NO_VOCAB_LIMIT
+) -> TokenId | None:
+    """The token after a prefix, ties to the lowest id; None if every one below `vocab_limit` is banned."""
     logits = _hashed(tag, vocab_size)
+    logits[vocab_limit:] = -np.inf
     for token in sampling.prompt_counts.keys() | sampling.output_counts.keys():
         in_output = sampling.output_counts.get(token, 0)
         logits[token] /= _single(sampling.repetition_penalty)

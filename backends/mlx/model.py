@@ -62,7 +62,9 @@ class _Resources:
         """f32[S, vocab]."""
         parts = self._run(self.graphs, batch)
         rows = [np.array(logits)[: len(part.logit_rows)] for part, results in parts for logits in results]
-        return np.concatenate(rows) if rows else np.zeros((0, self._spec.vocab_size), np.float32)
+        logits = np.concatenate(rows) if rows else np.zeros((0, self._spec.vocab_size), np.float32)
+        logits[:, batch.vocab_limit :] = -np.inf
+        return logits
 
     def taps(self, batch: ForwardBatch) -> list[Array]:
         """f32[T, hidden] at every layer border."""

@@ -48,7 +48,9 @@ class ReferenceModel(Model):
         return sample(self.logits(batch), batch.sampling)
 
     def logits(self, batch: ForwardBatch) -> Array:
-        return forward(self._ops(batch), self._spec, self._weights)
+        logits = forward(self._ops(batch), self._spec, self._weights)
+        logits[:, batch.vocab_limit :] = -np.inf
+        return logits
 
     def taps(self, batch: ForwardBatch) -> list[Array]:
         seen: list[Array] = []

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mvllm.core.batch.row_sampling import RowSampling
 from mvllm.core.batch.sampling_arrays import LogitRow, SamplingPacker
-from mvllm.core.step import ForwardBatch
+from mvllm.core.step import NO_VOCAB_LIMIT, ForwardBatch
 from mvllm.core.types import BlockId, RequestId, TokenId
 
 
@@ -46,8 +46,8 @@ class Batcher:
         self._sampling = SamplingPacker()
         self._packed: dict[RequestId, tuple[tuple[BlockId, ...], NDArray[np.int32]]] = {}
 
-    def pack(self, rows: Sequence[BatchRow]) -> ForwardBatch:
-        """The batch that computes `rows`, which have distinct ids."""
+    def pack(self, rows: Sequence[BatchRow], vocab_limit: int = NO_VOCAB_LIMIT) -> ForwardBatch:
+        """The batch that computes `rows`, which have distinct ids, and draws ids below `vocab_limit` only."""
         tokens: list[TokenId] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -85,6 +85,7 @@ class Batcher:
             block_tables=self._pack_tables(rows),
             logit_rows=np.array(logit_rows, np.int32),
             sampling=self._sampling.pack(sampled),
+            vocab_limit=vocab_limit,
         )
 
     def _pack_tables(self, rows: Sequence[BatchRow]) -> NDArray[np.int32]:

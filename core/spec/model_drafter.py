@@ -12,6 +12,7 @@ from mvllm.core.batch.sampling_row import SamplingRow, TokenBias
 from mvllm.core.errors import ConfigError, InvariantViolation
 from mvllm.core.spec.draft_cache import VERIFIED_LAG, DraftCache, DraftJob
 from mvllm.core.spec.drafter import Drafter, DraftRow
+from mvllm.core.spec.vocab_limit import VocabLimits
 from mvllm.core.step import KvGrant, RowStatus
 from mvllm.core.tensor import KvGeometry, Model
 from mvllm.core.types import BlockId, RequestId, TokenId
@@ -44,6 +45,8 @@ class ModelDrafterConfig:
     first_tokens: int | None = DEFAULT_FIRST_TOKENS
     """Context that a row begins with: its last tokens before the first draft; None: all of them."""
     enable_prefix_caching: bool = True
+    head_share: float = 0.0
+    """The head's part of a pass, which `vocab_limit` tries to save; 0: all ids are drafted."""
 
     def __post_init__(self) -> None:
         least = VERIFIED_LAG * self.max_num_seqs
@@ -95,6 +98,7 @@ class ModelDrafter(Drafter):
             first_tokens=config.first_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self._vocab_limits = VocabLimits(config.vocab_size, config.head_share)
         self._sampling: dict[RequestId, SamplingRow] = {}
         self._num_checked: dict[RequestId, int] = {}  # tokens known to be in the draft model's vocabulary
         self._foreign: set[RequestId] = set()  # rows with a token outside of it
@@ -124,13 +128,14 @@ class ModelDrafter(Drafter):
 
     def release(self, id: RequestId) -> None:
         self._cache.release(id)
+        self._vocab_limits.release(id)
         self._sampling.pop(id, None)
         self._num_checked.pop(id, None)
         self._foreign.discard(id)
 
     def check_integrity(self, live: frozenset[RequestId]) -> None:
         self._cache.check_integrity(live)
-        known = self._sampling.keys() | self._num_checked.keys() | self._foreign
+        known = self._sampling.keys() | self._num_checked.keys() | self._foreign | self._vocab_limits.rows
         if not known <= live:
             raise InvariantViolation(f"L4: the drafter knows rows {sorted(known - live)}, which are not live")
 
@@ -143,8 +148,9 @@ class ModelDrafter(Drafter):
         """Run the jobs; returns the drafts of those that have any."""
         drafts: dict[RequestId, tuple[TokenId, ...]] = {job.row.id: () for job in jobs}
         written = dict(drafts)
-        drawn = self._first_pass(jobs, grant)
         drawing = [job for job in jobs if job.num_drafts]
+        vocab_limit = self._vocab_limits.of((job.row.id, job.row.token_ids) for job in drawing)
+        drawn = self._first_pass(jobs, grant, vocab_limit)
         while drawing:
             for job, token in zip(drawing, drawn, strict=True):
                 if token is not None:
@@ -155,7 +161,7 @@ class ModelDrafter(Drafter):
                 if token is not None and self._goes_on(job, drafts[job.row.id])
             ]
             if drawing:
-                drawn = self._next_pass(drawing, drafts, grant)
+                drawn = self._next_pass(drawing, drafts, grant, vocab_limit)
                 written |= {job.row.id: drafts[job.row.id] for job in drawing}
         for job in jobs:
             self._cache.written(job, written[job.row.id])
@@ -164,18 +170,22 @@ class ModelDrafter(Drafter):
     def _goes_on(self, job: DraftJob, drafts: tuple[TokenId, ...]) -> bool:
         return len(drafts) < job.num_drafts and drafts[-1] not in self._config.end_token_ids
 
-    def _first_pass(self, jobs: Sequence[DraftJob], grant: KvGrant) -> list[TokenId | None]:
-        return self._step([self._batch_row(job, (), job.start, job.end, grant) for job in jobs])
+    def _first_pass(self, jobs: Sequence[DraftJob], grant: KvGrant, vocab_limit: int) -> list[TokenId | None]:
+        return self._step([self._batch_row(job, (), job.start, job.end, grant) for job in jobs], vocab_limit)
 
     def _next_pass(
-        self, jobs: Sequence[DraftJob], drafts: dict[RequestId, tuple[TokenId, ...]], grant: KvGrant
+        self,
+        jobs: Sequence[DraftJob],
+        drafts: dict[RequestId, tuple[TokenId, ...]],
+        grant: KvGrant,
+        vocab_limit: int,
     ) -> list[TokenId | None]:
         rows = []
         for job in jobs:
             so_far = drafts[job.row.id]
             end = job.end + len(so_far)
             rows.append(self._batch_row(job, so_far, end - 1, end, grant))
-        return self._step(rows)
+        return self._step(rows, vocab_limit)
 
     def _batch_row(
         self, job: DraftJob, drafts: tuple[TokenId, ...], start: int, end: int, grant: KvGrant
@@ -187,9 +197,9 @@ class ModelDrafter(Drafter):
             job.row.id, table, job.tokens, drafts, start, end, sampling, num_logit_rows, job.first
         )
 
-    def _step(self, rows: Sequence[BatchRow]) -> list[TokenId | None]:
+    def _step(self, rows: Sequence[BatchRow], vocab_limit: int) -> list[TokenId | None]:
         """One token for each row with a logit row; None where its logits are unusable."""
-        output = self._model.step(self._batcher.pack(rows))
+        output = self._model.step(self._batcher.pack(rows, vocab_limit))
         drawn = zip(output.tokens.tolist(), output.status.tolist(), strict=True)
         return [token if status == RowStatus.OK else None for token, status in drawn]
 

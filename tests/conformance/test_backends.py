@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 
 from mvllm.backends.mlx.options import MlxOptions
 from mvllm.backends.registry import create_backend
+from mvllm.core.sampling.sampler import sample
 from mvllm.core.tensor import Backend, Model
 from tests.conformance.random_models import ModelShape, Row, geometry, make_batch, random_model
+from tests.sampling_cases import Row as SampledRow
+from tests.sampling_cases import arrays, differences
 
 AssertSame = Callable[..., None]
 
@@ -169,6 +173,30 @@ def test_c6_contexts_around_block_borders(pair: tuple[Model, Model]) -> None:
             np.testing.assert_allclose(
                 ours, theirs, atol=TOLERANCE["f32"], rtol=0, err_msg=f"{length} tokens"
             )
+
+
+@pytest.mark.parametrize("limit", [1, 16, 37, 70, 5000])
+def test_logits_from_the_vocab_limit_on_are_minus_infinity_and_the_others_keep_their_bits(
+    backend: Backend, limit: int
+) -> None:
+    """A step draws what the reference sampler draws from such logits, whatever penalties and bias name."""
+    spec, weights = random_model(ModelShape(vocab_size=71), seed=4)
+    tokens = _tokens(6, 30)
+    seen = {token: (1, token % 3) for token in (0, 5, 36, 37, 70)}
+    settings = [
+        SampledRow(temperature=0.0, counts=seen, repetition_penalty=1.5, bias={0: 1.0, 70: 50.0}),
+        SampledRow(temperature=2.0, seed=3, position=9, top_p=0.9, bias={15: 2.0, 37: 50.0}),
+        SampledRow(temperature=0.7, seed=4, position=2, top_k=40, counts=seen, frequency_penalty=0.5),
+    ]
+    plain = make_batch([Row(tokens, 0, 30, list(range(8)), num_logits=len(settings))], BLOCK_SIZE)
+    plain = replace(plain, sampling=arrays(settings))
+    batch = replace(plain, vocab_limit=limit)
+    with closing(backend.load(spec, weights, geometry(block_size=BLOCK_SIZE))) as model:
+        expected = model.logits(plain)
+        expected[:, limit:] = -np.inf
+        np.testing.assert_array_equal(model.logits(batch), expected)
+        assert not differences(model.step(batch), sample(expected, batch.sampling))
+        np.testing.assert_array_equal(model.logits(plain)[:, :limit], expected[:, :limit])
 
 
 def test_blocks_survive_a_round_trip_through_the_host(pair: tuple[Model, Model]) -> None:

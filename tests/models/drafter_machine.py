@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -25,8 +25,9 @@ from mvllm.core.batch.token_counts import TokenCounts
 from mvllm.core.request import Request, SamplingParams
 from mvllm.core.spec.drafter import DraftRow
 from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig
-from mvllm.core.step import ForwardBatch, StepOutput
-from mvllm.core.types import RequestId, ceil_div
+from mvllm.core.spec.vocab_limit import VocabLimits
+from mvllm.core.step import NO_VOCAB_LIMIT, ForwardBatch, StepOutput
+from mvllm.core.types import RequestId, TokenId, ceil_div
 
 TARGET_VOCAB = 6
 DRAFT_VOCAB = 5  # token 5 is the target's alone
@@ -61,6 +62,7 @@ class Row:
     reads_all: bool = False  # none are to be left out
     beginning: object = None  # what the cache keeps of it since it began
     drafts: Drafts = ()
+    vocab_limit: int = NO_VOCAB_LIMIT  # of the present step: no draft may reach it
 
     @property
     def id(self) -> RequestId:
@@ -103,7 +105,7 @@ class Row:
             output_counts=Counter(output),
             bias=bias,
         )
-        return choose(tag_of(tokens[self.first :]), DRAFT_VOCAB, sampling)
+        return choose(tag_of(tokens[self.first :]), DRAFT_VOCAB, sampling, self.vocab_limit)
 
 
 tokens = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 1, 1, 2, END, 5])
@@ -146,6 +148,16 @@ class Asked:
     seen: list[int] = field(default_factory=list)
 
 
+class GivenLimits(VocabLimits):
+    """Every pass has the limit that the machine says; rows are looked at all the same."""
+
+    present = NO_VOCAB_LIMIT
+
+    def of(self, texts: Iterable[tuple[RequestId, Sequence[TokenId]]]) -> int:
+        super().of(texts)
+        return self.present
+
+
 class ModelDrafterMachine(RuleBasedStateMachine):
     make_drafter: Callable[..., ModelDrafter] = ModelDrafter
     roomy = False  # pool, context and budget for everything: then every draft must be there
@@ -183,6 +195,7 @@ class ModelDrafterMachine(RuleBasedStateMachine):
         )
         self.model = RecordingModel(DRAFT_VOCAB, num_blocks, block_size)
         self.drafter = type(self).make_drafter(self.model, self.config)
+        self.limits = self.drafter._vocab_limits = GivenLimits(DRAFT_VOCAB, 0.5)
         self.rows: dict[RequestId, Row] = {}
         # Of all rows that were ever in the cache, and where it began.
         self.texts: list[tuple[list[int], int]] = []
@@ -234,6 +247,9 @@ class ModelDrafterMachine(RuleBasedStateMachine):
     # --- a step ------------------------------------------------------------------------------------------
 
     def _step(self, data: st.DataObject) -> None:
+        self.limits.present = data.draw(st.just(NO_VOCAB_LIMIT) | st.integers(1, DRAFT_VOCAB))
+        for row in self.rows.values():
+            row.vocab_limit = self.limits.present
         asked = self._ask(data)
         before = len(self.model.batches)
         proposed = self.drafter.propose([self._draft_row(one) for one in asked])

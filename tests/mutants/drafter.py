@@ -12,7 +12,7 @@ from mvllm.core.spec import draft_cache
 from mvllm.core.spec.draft_cache import DraftCache, DraftJob
 from mvllm.core.spec.drafter import DraftRow
 from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig
-from mvllm.core.step import KvCommit, KvGrant, PrefixProbe
+from mvllm.core.step import NO_VOCAB_LIMIT, KvCommit, KvGrant, PrefixProbe
 from mvllm.core.tensor import Model
 from mvllm.core.types import RequestId, TokenId
 
@@ -322,6 +322,19 @@ class UnpenalizedDrafter(ModelDrafter):
         return replace(super()._row_sampling(row), counts=None)
 
 
+class UnlimitedDrafter(ModelDrafter):
+    """Draws drafts after the first from the whole vocabulary."""
+
+    def _next_pass(
+        self,
+        jobs: Sequence[DraftJob],
+        drafts: dict[RequestId, tuple[TokenId, ...]],
+        grant: KvGrant,
+        vocab_limit: int,
+    ) -> list[TokenId | None]:
+        return super()._next_pass(jobs, drafts, grant, NO_VOCAB_LIMIT)
+
+
 class UnmaskedDrafter(ModelDrafter):
     """Drafts its own padding."""
 
@@ -415,6 +428,7 @@ MUTANTS: dict[str, type[ModelDrafter]] = {
     "left-out tokens read": ShiftedDrafter,
     "another seed": UnseededDrafter,
     "penalties ignored": UnpenalizedDrafter,
+    "vocabulary limit ignored": UnlimitedDrafter,
     "padding drafted": UnmaskedDrafter,
     "drafts after the end": EndlessDrafter,
     "unknown token computed": ParrotDrafter,
