@@ -29,6 +29,7 @@ from mvllm.backends.cpu.sampler_table import (
     sampler_scratch_bytes,
 )
 from mvllm.backends.cpu.step_trace import StepTrace
+from mvllm.backends.cpu.tables import Regime
 from mvllm.backends.cpu.team import TEAM_KERNELS, Team
 from mvllm.backends.cpu.team_size import TeamSize
 from mvllm.backends.cpu.weights import PackedWeights
@@ -92,7 +93,9 @@ class _Resources:
         self.inputs = StepInputs(spec, geometry, threads)
         logits = self.linked.rows(self.linked.program.logits, 1)
         self.sampling = _Sampling(spec.vocab_size, threads, logits)
-        self.team = Team(threads, program_runner(), TeamSize(threads) if adaptive else None)
+        self.team = Team(
+            threads, program_runner(), TeamSize(threads) if adaptive else None, kinds=len(Regime)
+        )
         self._trace: StepTrace | None = None
         for kernel in (prepare_step, *TEAM_KERNELS):
             _ = kernel.native  # compiled now, not in the first step
@@ -123,7 +126,7 @@ class _Resources:
         self.inputs.set_batch(batch)
         if trace is not None:
             trace.run()
-        working = self.team.run(self.inputs.address)
+        working = self.team.run(self.inputs.address, self.inputs.regime)
         if trace is not None:
             trace.end(self.inputs.regime, working)
         return output
@@ -136,7 +139,7 @@ class _Resources:
         """
         self.inputs.set_program(linked, num_instructions)
         self.inputs.set_batch(batch)
-        self.team.run(self.inputs.address)
+        self.team.run(self.inputs.address, self.inputs.regime)
 
 
 class CpuModel(Model):

@@ -37,7 +37,7 @@ from mvllm.backends.cpu.tables import (
     Domain,
     Epilogue,
 )
-from mvllm.backends.cpu.team import control_at, meet, worker_at
+from mvllm.backends.cpu.team import control_at, meet, share_of, worker_at
 
 _TOKENS = int(Domain.TOKENS)
 _ADD, _SILU, _GELU_TANH, _SOFT_CAP = (
@@ -66,10 +66,10 @@ def _num_rows(instruction: Any, worker: Any) -> Any:
 @kernel("UniTuple(int64, 2)(int64, int64)")
 def _share_of_rows(instruction: Any, worker: Any) -> Any:
     """The rows [first, last) that this thread works on."""
-    w, rows = worker_at(worker), _num_rows(instruction, worker)
+    rows = _num_rows(instruction, worker)
     if rows == 1 and instruction_at(instruction).replicated:
         return 0, 1
-    return rows * w.thread // w.threads, rows * (w.thread + 1) // w.threads
+    return share_of(worker, rows)
 
 
 @kernel("UniTuple(int64, 3)(int64, int64)")
@@ -115,12 +115,16 @@ def _quantize(instruction: Any, worker: Any) -> None:
 
 
 def _linear(instruction: Any, worker: Any) -> None:
-    i, w, rows = instruction_at(instruction), worker_at(worker), _num_rows(instruction, worker)
+    i, rows = instruction_at(instruction), _num_rows(instruction, worker)
     p = linear_at(i.parameters)
     blocks = p.blocks
     if i.domain != _TOKENS:  # the head, the only product over logit rows
         blocks = min(blocks, (step_at(_step_of(worker)).vocab_limit + p.lanes - 1) // p.lanes)
-    first, last = blocks * w.thread // w.threads, blocks * (w.thread + 1) // w.threads
+    first, last = share_of(worker, blocks)
+    if rows > 1:  # the row blocks that are computed together stay together
+        together = p.tile_blocks if rows < p.panels_from else p.panel_blocks
+        first, last = share_of(worker, (blocks + together - 1) // together)
+        first, last = first * together, min(last * together, blocks)
     source, other, target = _matrices(instruction, worker)
     matmul(p.descriptor, source, i.input.stride, target, i.output.stride, rows, first, last)
     start, width = 4 * first * p.lanes, (last - first) * p.lanes

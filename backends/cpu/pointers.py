@@ -51,6 +51,7 @@ def _view(result: Any) -> Any:
 
 
 f32_at = _pointer_to("float32")
+f64_at = _pointer_to("float64")
 i32_at = _pointer_to("int32")
 i64_at = _pointer_to("int64")
 i16_at = _pointer_to("int16")

@@ -136,6 +136,9 @@ LINEAR = _record(
     ("bias", _INT),  # float32[width], or 0
     ("blocks", _INT),
     ("lanes", _INT),  # columns per block
+    ("panels_from", _INT),  # tokens from which on row blocks are computed by panels, below by tiles ...
+    ("tile_blocks", _INT),  # ... of so many row blocks
+    ("panel_blocks", _INT),
     ("epilogue", _INT),
     ("cap", _FLOAT),
 )

@@ -9,7 +9,9 @@ States of a worker thread:
 
 The caller works too, as thread 0. Threads meet at barriers inside the job and once more at its end, so a job
 never overlaps the next one. A call may count on fewer threads than there are (`team_size`): on those with the
-lowest numbers. Words shared between threads lie on cache lines of their own.
+lowest numbers. A thread's share of the work follows its pace in the calls before (`share_of`), since a core
+that another virtual machine loads too is slower by half for seconds. Words shared between threads lie on
+cache lines of their own.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from mvllm.backends.cpu.atomics import atomic_add, atomic_exchange, atomic_load,
 from mvllm.backends.cpu.clock import now_ns
 from mvllm.backends.cpu.jit import kernel
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
-from mvllm.backends.cpu.pointers import call_operation, i64_at, record_at
+from mvllm.backends.cpu.pointers import call_operation, f64_at, i64_at, record_at
 from mvllm.backends.cpu.team_size import TeamSize
 
 _OWN_LINE = ("call", "arrivals", "closed")
-_SETTINGS = ("job", "latest", "long_spins", "short_spins")
-_PER_CALL = ("argument", "base", "spins", "rest_calls", "resting_calls")
+_SETTINGS = ("job", "latest", "long_spins", "short_spins", "paces", "crew", "ps_per_try")
+_PER_CALL = ("argument", "base", "spins", "rest_calls", "resting_calls", "kind")
 CONTROL = np.dtype(
     {
         "names": [*_OWN_LINE, *_SETTINGS, *_PER_CALL],
@@ -47,29 +49,32 @@ CONTROL = np.dtype(
     }
 )
 """Shared words, first those with a line of their own: the current call, arrivals at barriers so far, whether
-the team is closed. Then what to run, where to read which team was called last (`_latest`), and for how many
-tries a thread may spin at a barrier, long or short. Then of this call its argument, the arrivals before it
+the team is closed. Then what to run, where to read which team was called last (`_latest`), for how many
+tries a thread may spin at a barrier, long or short, the address of float64[kinds of calls, crew], each
+thread's pace in them, and what a try takes. Then of this call its argument, the arrivals before it
 and the tries chosen for it; for how many calls threads spin less if they sleep too often, and how many of
-these are left (`_choose_spins`).
+these are left (`_choose_spins`); and its kind.
 
 A call is its number times `_CALL_STEP`, plus how many threads it counts on: one word, so that no thread sees
 the one without the other. `arrivals` only grows, so no thread has to reset what another still reads."""
 
-_PER_WORKER = ("thread", "threads", "control", "meetings", "call", "took_ns", "waited_ns", "naps")
+_PER_WORKER = ("thread", "threads", "control", "meetings", "call", "took_ns", "waited_ns", "naps", "tries")
+_SHARE = ("share_first", "share_last")
 WORKER = np.dtype(
     {
-        "names": [*_PER_WORKER, "asleep"],
-        "formats": [np.int64] * (len(_PER_WORKER) + 1),
-        "offsets": [*range(0, LINE_BYTES, 8), LINE_BYTES],
-        "itemsize": 2 * LINE_BYTES,
+        "names": [*_PER_WORKER, *_SHARE, "asleep"],
+        "formats": [np.int64] * (len((*_PER_WORKER, *_SHARE)) + 1),
+        "offsets": [*range(0, 8 * len((*_PER_WORKER, *_SHARE)), 8), 2 * LINE_BYTES],
+        "itemsize": 3 * LINE_BYTES,
     }
 )
 """One thread's own words: its number, how many work in this call, the barriers of this call so far, the last
 call that it saw, how long that took it, how much of this it waited for others beyond a moment, at how many of
-the call's barriers it slept, and the flag "asleep" (1: the thread waits on its semaphore or is about to; who
-changes it back to 0 decides whether the semaphore is released)."""
+the call's barriers it slept, and how often it tried at barriers before it slept. Its share of the work
+(`share_of`). And the flag "asleep" (1: the thread waits on its semaphore or is about to; who changes it back
+to 0 decides whether the semaphore is released)."""
 
-_ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, LINE_BYTES  # offsets, for the atomic operations
+_ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, 2 * LINE_BYTES  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
 _CALL_STEP = 1 << 16
 
@@ -85,6 +90,9 @@ _BEARABLE_NAPS = 8  # barriers to each one that a thread sleeps at ...
 _BEARABLE_WAIT = 8  # ... and time of a call to what it waits: more of both means that cores are lacking
 _FIRST_REST, _LONGEST_REST = 4, 256  # calls with fewer spins before the next trial of more
 _BETWEEN_CALLS = 6  # times the spins at a barrier: what a caller does between two calls takes about so long
+_SHARE_UNITS = 1 << 16  # of all work
+_PACE_NS = 20e6  # of work, that a thread's pace is about the mean of
+_SLOWEST_PACE, _FASTEST_PACE = 0.25, 4.0  # of a thread, that of all being 1
 _IDLE_NAPS = 100  # then, before a worker goes to sleep in Python: some milliseconds
 _SLEEP, _CLOSE = 0, 1  # why `serve` returned
 
@@ -112,16 +120,27 @@ def meet(worker_address: Any) -> Any:
             since = now_ns()
         back_off(tries, spins)
         tries += 1
+    if worker.meetings > 1:  # at the first one threads may wait for each other to begin
+        worker.tries += min(tries, spins)
     if tries > spins:
         worker.waited_ns += now_ns() - since
         worker.naps += 1
+
+
+@kernel("UniTuple(int64, 2)(int64, int64)")
+def share_of(worker_address: Any, count: Any) -> Any:
+    """The pieces [first, last) of `count` like pieces of work that fall to this thread."""
+    worker, half = worker_at(worker_address), _SHARE_UNITS // 2
+    first = (count * worker.share_first + half) // _SHARE_UNITS
+    return first, (count * worker.share_last + half) // _SHARE_UNITS
 
 
 @kernel("void(int64, int64)")
 def _work(worker_address: Any, call: Any) -> Any:
     worker = worker_at(worker_address)
     control = control_at(worker.control)
-    worker.threads, worker.meetings, worker.waited_ns, worker.naps = call % _CALL_STEP, 0, 0, 0
+    worker.threads, worker.meetings = call % _CALL_STEP, 0
+    worker.waited_ns, worker.naps, worker.tries = 0, 0, 0
     started = now_ns()
     call_operation(control.job, control.argument, worker_address)
     meet(worker_address)
@@ -204,15 +223,60 @@ def _choose_spins(control_address: Any, workers: Any) -> Any:
             control.spins = control.long_spins
 
 
-@kernel("int64(int64, int64, int64, int64, int64)")
-def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argument: Any) -> Any:
+@kernel("void(int64, int64)")
+def _learn_paces(control_address: Any, workers: Any) -> Any:
+    """Correct the threads' paces in calls of the last one's kind by what they waited in it: were the shares
+    right, they had waited equally long.
+
+    A long call weighs more than a short one.
+    """
+    control = control_at(control_address)
+    threads = control.call % _CALL_STEP
+    # That of the caller is the one that is surely known by now.
+    took_ns = np.float64(worker_at(workers).took_ns)
+    if threads < 2 or took_ns <= 0.0:
+        return
+    paces = f64_at(control.paces + 8 * control.kind * control.crew)
+    gain, total = took_ns / (took_ns + _PACE_NS), 0.0
+    for thread in range(threads):
+        worker = worker_at(workers + thread * _WORKER_BYTES)
+        waited_ns = worker.waited_ns + 1e-3 * worker.tries * control.ps_per_try
+        worked_ns = max(took_ns - waited_ns, took_ns / _FASTEST_PACE)
+        found = paces[thread] * took_ns / worked_ns  # all of them are multiplied by the same below
+        paces[thread] += gain * (found - paces[thread])
+        total += paces[thread]
+    for thread in range(threads):
+        paces[thread] = min(max(paces[thread] * threads / total, _SLOWEST_PACE), _FASTEST_PACE)
+
+
+@kernel("void(int64, int64, int64)")
+def _share_out(control_address: Any, workers: Any, threads: Any) -> Any:
+    """Give each of the first `threads` its share of the work of a call to come."""
+    control = control_at(control_address)
+    paces, total = f64_at(control.paces + 8 * control.kind * control.crew), 0.0
+    for thread in range(threads):
+        total += paces[thread]
+    first, before = 0, 0.0
+    for thread in range(threads):
+        before += paces[thread]
+        last = _SHARE_UNITS if thread == threads - 1 else np.int64(before / total * _SHARE_UNITS)
+        worker = worker_at(workers + thread * _WORKER_BYTES)
+        worker.share_first, worker.share_last = first, last
+        first = last
+
+
+@kernel("int64(int64, int64, int64, int64, int64, int64)")
+def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argument: Any, kind: Any) -> Any:
     """Start a call for the first `threads`.
 
     If they are all awake, takes part in it as thread 0 and returns 0; else returns how many have to be woken
     before the caller takes part in it.
     """
     _choose_spins(control_address, workers)
+    _learn_paces(control_address, workers)
     control = control_at(control_address)
+    control.kind = kind
+    _share_out(control_address, workers, threads)
     control.argument, control.base = argument, atomic_load(control_address + _ARRIVALS)
     if atomic_load(control.latest) != control_address:
         atomic_exchange(control.latest, control_address)
@@ -272,7 +336,7 @@ class _Crew:
     Owns them; holds no reference to the team, so that a forgotten team is collected though its threads live.
     """
 
-    def __init__(self, threads: int, job: int) -> None:
+    def __init__(self, threads: int, job: int, kinds: int) -> None:
         self._words = aligned_zeros(CONTROL.itemsize, "control words")
         self._worker_words = aligned_zeros(WORKER.itemsize * threads, "worker words")
         self._sleepers: NDArray[np.int64] = np.zeros(threads, np.int64)
@@ -284,6 +348,9 @@ class _Crew:
         control["long_spins"] = _LONG_SPIN_US * _tries_per_us()
         control["short_spins"] = _SHORT_SPIN_US * _tries_per_us()
         control["spins"], control["rest_calls"] = control["long_spins"], _FIRST_REST
+        self._paces = np.ones((kinds, threads))
+        control["paces"], control["crew"] = self._paces.ctypes.data, threads
+        control["ps_per_try"] = 1e6 / _tries_per_us()
         workers = self._worker_words.view(WORKER)
         workers["thread"] = np.arange(threads)
         workers["control"] = self._control
@@ -300,9 +367,9 @@ class _Crew:
         while _serve(self._workers + thread * WORKER.itemsize) == _SLEEP:
             self._semaphores[thread].acquire()
 
-    def run(self, argument: int, threads: int) -> float:
+    def run(self, argument: int, threads: int, kind: int) -> float:
         """Run the job on the first `threads`; returns how long they waited for each other in all, seconds."""
-        found = _call(self._control, self._workers, self._sleepers_address, threads, argument)
+        found = _call(self._control, self._workers, self._sleepers_address, threads, argument, kind)
         if found:
             self._release(found)
             _take_part(self._control, self._workers)
@@ -333,27 +400,31 @@ class Team:
     the job works on. Calls must not overlap. Threads end with `close`, or when the team is collected.
     """
 
-    def __init__(self, threads: int, job: int, size: TeamSize | None = None) -> None:
+    def __init__(self, threads: int, job: int, size: TeamSize | None = None, kinds: int = 1) -> None:
         """`job` is the address of a compiled `void(int64 argument, int64 worker)`; worker is a `WORKER`.
-        `size` decides how many threads work; None: always all."""
+        `size` decides how many threads work; None: always all. There are so many `kinds` of calls."""
         self.threads = threads
+        self._kinds = kinds
         self._size = size
         self._job = job
         self._crew: _Crew | None = None
         self._finalizer: weakref.finalize[..., Team] | None = None
 
-    def run(self, argument: int) -> int:
-        """Run job(argument, worker); returns when the threads are done, and how many they were."""
+    def run(self, argument: int, kind: int = 0) -> int:
+        """Run job(argument, worker); returns when the threads are done, and how many they were.
+
+        Threads have like paces in calls of one kind.
+        """
         crew = self._crew
         if crew is None or crew.process != os.getpid():
             crew = self._assemble()
         size = self._size
         if size is None:
-            crew.run(argument, self.threads)
+            crew.run(argument, self.threads, kind)
             return self.threads
         threads = size.working
         started = time.perf_counter()
-        waited_s = crew.run(argument, threads)
+        waited_s = crew.run(argument, threads, kind)
         size.observe(time.perf_counter() - started, waited_s)
         return threads
 
@@ -366,6 +437,6 @@ class Team:
     def _assemble(self) -> _Crew:
         if self._finalizer is not None:
             self._finalizer.detach()
-        crew = self._crew = _Crew(self.threads, self._job)
+        crew = self._crew = _Crew(self.threads, self._job, self._kinds)
         self._finalizer = weakref.finalize(self, crew.close)
         return crew

@@ -59,6 +59,7 @@ FAULTS = {
     "names a block outside": {"block_tables": ints(16).reshape(1, 1)},
     "logit row": {"logit_rows": ints(3)},
     "differ in length": {"slots": ints(0, 1)},
+    "vocab_limit is 0": {"vocab_limit": 0},
     "at most 128 were announced": {"tokens": np.zeros(129, np.int32)},
 }
 
@@ -99,6 +100,22 @@ def test_outputs_stay_as_they_are_when_the_next_step_runs(model: CpuModel) -> No
     model.step(batch_of(6, 9))
     assert np.array_equal(first.tokens, tokens)
     assert np.array_equal(logits, kept)
+
+
+def test_no_bit_depends_on_how_much_of_the_work_each_thread_does() -> None:
+    """Shares as uneven as they come, and others in each call."""
+    batches = [batch_of(0, 1), batch_of(0, 29, num_logits=5), batch_of(0, 30)]
+    with closing(load(threads=1)) as alone:
+        expected = [alone.logits(batch) for batch in batches]
+    random = np.random.default_rng(5)
+    with closing(load(threads=3)) as model:
+        model.logits(batches[0])
+        assert model._all is not None and model._all.team._crew is not None
+        paces = model._all.team._crew._paces
+        for _ in range(20):
+            for batch, logits in zip(batches, expected, strict=True):
+                paces[:] = random.choice([0.25, 0.5, 1.0, 4.0], paces.shape)
+                assert np.array_equal(model.logits(batch), logits)
 
 
 def test_batches_without_logit_rows_only_fill_the_cache(model: CpuModel) -> None:

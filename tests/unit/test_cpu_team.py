@@ -9,14 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numba import njit
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.jit import native_function
+from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import i64_at
 from mvllm.backends.cpu.team import (
     _CALL_STEP,
@@ -29,8 +34,11 @@ from mvllm.backends.cpu.team import (
     Team,
     _choose_spins,
     _latest,
+    _learn_paces,
     _serve,
+    _share_out,
     meet,
+    share_of,
     worker_at,
 )
 from mvllm.backends.cpu.team_size import TeamSize
@@ -292,3 +300,110 @@ def test_calls_with_a_single_thread_change_nothing_about_spins() -> None:
     before = spins.after(50, 100)
     assert spins.after(0, 0, threads=1) == before
     assert spins.trials(20) == [15], "16 calls of rest"
+
+
+class _Shares:
+    """A team without threads, told how long each thread worked in a call; it waited for the slowest."""
+
+    def __init__(self, threads: int, kinds: int = 1) -> None:
+        self._threads = threads
+        self._control, self._workers = np.zeros(1, CONTROL), np.zeros(threads, WORKER)
+        self.paces = np.ones((kinds, threads))
+        self._control["paces"], self._control["crew"] = self.paces.ctypes.data, threads
+        self._control["ps_per_try"], self._control["call"] = 1_000, threads
+        self._workers["control"] = self._control.ctypes.data
+
+    def of(self, count: int, kind: int = 0) -> list[int]:
+        """How many of so many pieces fall to each thread in a call; they follow one another, without gaps."""
+        self._control["kind"] = kind
+        _share_out(self._control.ctypes.data, self._workers.ctypes.data, self._threads)
+        bounds = [
+            _share(self._workers.ctypes.data + i * WORKER.itemsize, count) for i in range(self._threads)
+        ]
+        assert bounds[0][0] == 0 and bounds[-1][1] == count
+        assert all(before[1] == after[0] for before, after in pairwise(bounds))
+        return [last - first for first, last in bounds]
+
+    def learn(self, *worked_ns: float, kind: int = 0) -> None:
+        self._control["kind"] = kind
+        self._workers["took_ns"] = took_ns = max(worked_ns)
+        waited = took_ns - np.array(worked_ns)
+        self._workers["waited_ns"], self._workers["tries"] = waited // 2, waited - waited // 2
+        _learn_paces(self._control.ctypes.data, self._workers.ctypes.data)
+
+
+@njit
+def _share(worker: Any, count: Any) -> Any:
+    return share_of(worker, count)
+
+
+@given(st.lists(st.floats(0.25, 4.0), min_size=1, max_size=9), st.integers(0, 10_000))
+def test_shares_are_in_proportion_to_paces_and_leave_nothing_out(paces: list[float], count: int) -> None:
+    shares = _Shares(len(paces))
+    shares.paces[0] = paces
+    for found, pace in zip(shares.of(count), paces, strict=True):
+        assert abs(found - count * pace / sum(paces)) <= 1 + count / (1 << 15)
+
+
+@given(st.lists(st.floats(0.5, 1.0), min_size=2, max_size=8), st.sampled_from([2e6, 40e6, 1e9]))
+def test_threads_come_to_wait_equally_long_whatever_their_speeds(speeds: list[float], call_ns: float) -> None:
+    shares = _Shares(len(speeds))
+    for _ in range(300 if call_ns < 10e6 else 40):
+        shares.learn(*(call_ns * n / 1000 / s for n, s in zip(shares.of(1000), speeds, strict=True)))
+    worked = [n / s for n, s in zip(shares.of(1000), speeds, strict=True)]
+    assert max(worked) - min(worked) < 0.05 * max(worked)
+
+
+def test_a_short_call_changes_paces_little_and_a_long_one_nearly_all() -> None:
+    shares = _Shares(2)
+    shares.learn(2e6, 1e6)
+    assert 500 < shares.of(1000)[1] < 525
+    shares.learn(2e9, 1e9)
+    assert 650 < shares.of(1000)[1] < 700
+
+
+def test_a_thread_that_was_hardly_there_keeps_some_work() -> None:
+    shares = _Shares(2)
+    for _ in range(50):
+        shares.learn(1e9, 1e3)
+    assert 0 < shares.of(1000)[0] < 200
+
+
+def test_calls_of_another_kind_have_paces_of_their_own() -> None:
+    shares = _Shares(2, kinds=2)
+    shares.learn(2e9, 1e9, kind=1)
+    assert shares.of(1000, kind=0) == [500, 500]
+    assert shares.of(1000, kind=1)[1] > 600
+
+
+def test_without_a_clock_shares_stay_equal() -> None:
+    shares = _Shares(3)
+    shares.learn(0, 0, 0)
+    assert shares.of(9) == [3, 3, 3]
+
+
+def test_spinning_until_another_thread_begins_does_not_count() -> None:
+    """At its first barrier a thread may wait for one that has to be woken; that says nothing of its pace."""
+    control, worker = np.zeros(1, CONTROL), np.zeros(1, WORKER)
+    control["spins"] = 5
+    worker["control"], worker["threads"] = control.ctypes.data, 2
+    partner = threading.Timer(0.2, lambda: atomic_add_at(control.ctypes.data + LINE_BYTES))
+    partner.start()
+    meet_at(worker.ctypes.data)
+    partner.join()
+    assert worker["naps"] == 1 and worker["tries"] == 0
+    partner = threading.Timer(0.2, lambda: atomic_add_at(control.ctypes.data + LINE_BYTES))
+    partner.start()
+    meet_at(worker.ctypes.data)
+    partner.join()
+    assert worker["naps"] == 2 and worker["tries"] == 5
+
+
+@njit(nogil=True)
+def meet_at(worker: Any) -> None:
+    meet(worker)
+
+
+@njit
+def atomic_add_at(address: Any) -> None:
+    atomic_add(address, 1)
