@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,7 +12,7 @@ from mvllm.backends.cpu.attention_plan import STATES_BYTES, most_items, most_spl
 from mvllm.backends.cpu.link import LinkedProgram
 from mvllm.backends.cpu.memory import LINE_BYTES, address_of, aligned_zeros
 from mvllm.backends.cpu.prepare import LIMITS, BatchFault, prepare_step
-from mvllm.backends.cpu.tables import ITEM, SPLIT, STEP, Regime, regime_of
+from mvllm.backends.cpu.tables import BATCH_FIELDS, ITEM, SPLIT, STEP, Regime, regime_of
 from mvllm.core.errors import InvariantViolation
 from mvllm.core.model.spec import ModelSpec
 from mvllm.core.step import ForwardBatch
@@ -19,7 +21,7 @@ from mvllm.core.tensor import KvGeometry
 _WORD = {name: offset // 8 for name, (_, offset, *_) in (STEP.fields or {}).items()}
 """Place of each field of STEP among its int64 words; setting fields by name takes five times as long."""
 
-_ARRAYS = ("tokens", "positions", "slots", "row_starts", "context_lens", "block_tables", "logit_rows")
+_BATCH = struct.Struct(f"{len(BATCH_FIELDS)}q")
 
 
 class StepInputs:
@@ -28,6 +30,7 @@ class StepInputs:
     def __init__(self, spec: ModelSpec, geometry: KvGeometry, threads: int) -> None:
         self._geometry = geometry
         self._arrays: list[NDArray[np.int32]] = []  # the current batch's, kept alive
+        self.regime = Regime.MANY  # of the current batch
         items = most_items(geometry.max_batch_tokens, spec.num_heads, threads)
         self._items = aligned_zeros(ITEM.itemsize * items, "attention items")
         self._splits = aligned_zeros(SPLIT.itemsize * most_splits(threads), "attention splits")
@@ -55,11 +58,6 @@ class StepInputs:
             state_bytes(spec.head_dim),
         )
         self._limits_address = self._limits.ctypes.data
-
-    @property
-    def regime(self) -> Regime:
-        """Of the current batch."""
-        return Regime(int(self._words[_WORD["regime"]]))
 
     def set_program(
         self, linked: LinkedProgram, num_instructions: int, sampling: int = 0, times: int = 0
@@ -98,15 +96,29 @@ class StepInputs:
             raise InvariantViolation("tokens, positions and slots of a batch differ in length")
         if len(batch.row_starts) != batch.num_rows + 1 or len(batch.block_tables) != batch.num_rows:
             raise InvariantViolation("row_starts, context_lens and block_tables of a batch differ in length")
-        self._arrays = [np.ascontiguousarray(getattr(batch, name), np.int32) for name in _ARRAYS]
-        self._set(
-            num_tokens=num_tokens,
-            num_rows=batch.num_rows,
-            num_logit_rows=num_logit_rows,
-            table_width=batch.block_tables.shape[1],
-            vocab_limit=batch.vocab_limit,
-            regime=regime_of(num_tokens, num_logit_rows),
-            **{name: address_of(array) for name, array in zip(_ARRAYS, self._arrays, strict=True)},
+        self._arrays = arrays = [
+            np.ascontiguousarray(array, np.int32)
+            for array in (
+                batch.tokens,
+                batch.positions,
+                batch.slots,
+                batch.row_starts,
+                batch.context_lens,
+                batch.block_tables,
+                batch.logit_rows,
+            )
+        ]
+        self.regime = regime_of(num_tokens, num_logit_rows)
+        _BATCH.pack_into(
+            self._memory,
+            0,
+            num_tokens,
+            len(batch.context_lens),
+            num_logit_rows,
+            batch.block_tables.shape[1],
+            batch.vocab_limit,
+            self.regime,
+            *map(address_of, arrays),
         )
         fault = prepare_step(self.address, self._limits_address)
         if fault != BatchFault.NONE:

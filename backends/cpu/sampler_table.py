@@ -6,6 +6,8 @@ checked here, once per step; the kernels don't check.
 
 from __future__ import annotations
 
+import functools
+import struct
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -47,14 +49,14 @@ def _arrays(message: type) -> dict[str, np.dtype[Any]]:
     return {name: np.dtype(get_args(get_args(hint)[1])[0]) for name, hint in hints.items()}
 
 
-_SAMPLING = _arrays(SamplingArrays)
-_OUTPUT = _arrays(StepOutput)
-COLUMNS = (*_NUMBERS_BEFORE, *_SAMPLING, *_OUTPUT, *_NUMBERS_AFTER)
+COLUMNS = (*_NUMBERS_BEFORE, *_arrays(SamplingArrays), *_arrays(StepOutput), *_NUMBERS_AFTER)
 """Columns of the table: numbers, and addresses of the packed arrays of SamplingArrays and StepOutput."""
 
 NUM_COLUMNS = len(COLUMNS)
 PARAMETERS = np.dtype([(name, np.int64) for name in COLUMNS])
 """The table as a record, for the kernels."""
+
+_TABLE = struct.Struct(f"{NUM_COLUMNS}q")
 
 
 def sampler_scratch_bytes(vocab: int) -> int:
@@ -64,17 +66,35 @@ def sampler_scratch_bytes(vocab: int) -> int:
 
 
 def empty_output(sampling: SamplingArrays) -> StepOutput:
-    """A StepOutput for the rows of `sampling`, filled as for rows that ask for nothing."""
-    rows, width = len(sampling.temperature), max(0, int(sampling.num_logprobs.max(initial=0)))
-    return StepOutput(
-        tokens=_no_tokens(rows),
-        status=np.zeros(rows, np.int32),
-        logprob=np.zeros(rows, np.float32),
-        rank=np.zeros(rows, np.int32),
-        target_logprob=np.zeros(rows, np.float32),
-        top_tokens=_no_tokens(rows, width),
-        top_logprobs=np.zeros((rows, width), np.float32),
-    )
+    """A StepOutput for the rows of `sampling`, filled as for rows that ask for nothing.
+
+    If none asks for log-probabilities, their arrays are shared by all such outputs and can't be written.
+    """
+    rows = len(sampling.temperature)
+    width = max(sampling.num_logprobs.tolist(), default=-1)
+    asks = width >= 0 or max(sampling.target.tolist(), default=-1) >= 0
+    logprobs = _no_logprobs(rows, width) if asks else _shared_no_logprobs(rows)
+    return StepOutput(_no_tokens(rows), np.zeros(rows, np.int32), *logprobs)
+
+
+_Logprobs = tuple[
+    NDArray[np.float32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]
+]
+"""logprob, rank, target_logprob, top_tokens and top_logprobs of a StepOutput."""
+
+
+def _no_logprobs(rows: int, width: int) -> _Logprobs:
+    shape = (rows, max(0, width))
+    none = np.zeros(rows, np.float32)
+    return none, np.zeros(rows, np.int32), none.copy(), _no_tokens(*shape), np.zeros(shape, np.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def _shared_no_logprobs(rows: int) -> _Logprobs:
+    logprobs = _no_logprobs(rows, 0)
+    for array in logprobs:
+        array.flags.writeable = False
+    return logprobs
 
 
 def _no_tokens(*shape: int) -> NDArray[np.int32]:
@@ -83,25 +103,35 @@ def _no_tokens(*shape: int) -> NDArray[np.int32]:
     return tokens
 
 
-class Addresses:
-    """Where arrays lie. Owns a memo of the last ones by name: most of a step's arrays are those of the step
-    before, and looking takes longer than anything else about them."""
+class _MessageAddresses:
+    """Where the arrays of messages of one kind lie. Owns a memo of the last ones: most of a step's arrays are
+    those of the step before, and looking takes longer than anything else about them."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[NDArray[Any], int]] = {}
+    def __init__(self, message: type) -> None:
+        self._dtypes = list(_arrays(message).items())
+        self._known: list[NDArray[Any] | None] = [None] * len(self._dtypes)
+        self._addresses = [0] * len(self._dtypes)
 
-    def of(self, name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> int:
-        """The address of `array`, which stays alive until another one of that name comes.
+    def of(self, message: SamplingArrays | StepOutput) -> list[int]:
+        """The addresses of its arrays, in order; each stays alive until another one takes its place.
 
         Raises:
-            InvariantViolation: it isn't packed or has another dtype.
+            InvariantViolation: one isn't packed or has another dtype.
         """
-        known = self._known.get(name)
-        if known is not None and known[0] is array:
-            return known[1]
-        address = _address(name, array, dtype)
-        self._known[name] = (array, address)
-        return address
+        known = self._known
+        for index, array in enumerate(vars(message).values()):
+            if array is not known[index]:
+                self._addresses[index] = _address(*self._dtypes[index], array)
+                known[index] = array
+        return self._addresses
+
+
+class Addresses:
+    """Where a step's arrays lie; see `_MessageAddresses`."""
+
+    def __init__(self) -> None:
+        self.inputs = _MessageAddresses(SamplingArrays)
+        self.outputs = _MessageAddresses(StepOutput)
 
 
 def pack_parameters(
@@ -122,13 +152,12 @@ def pack_parameters(
         InvariantViolation: an array isn't packed or has another dtype than the kernel will read.
     """
     addresses = addresses or Addresses()
-    inputs = [addresses.of(name, getattr(sampling, name), dtype) for name, dtype in _SAMPLING.items()]
-    outputs = [_address(name, getattr(output, name), dtype) for name, dtype in _OUTPUT.items()]
-    top_width = output.top_tokens.shape[1]
-    table[:] = [logits, row_stride, vocab, *inputs, *outputs, top_width, scratch, scratch_stride]
+    inputs, outputs = addresses.inputs.of(sampling), addresses.outputs.of(output)
+    numbers_after = output.top_tokens.shape[1], scratch, scratch_stride
+    _TABLE.pack_into(table, 0, logits, row_stride, vocab, *inputs, *outputs, *numbers_after)
 
 
-def _address(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> int:
+def _address(name: str, dtype: np.dtype[Any], array: NDArray[Any]) -> int:
     if array.dtype != dtype or not array.flags.c_contiguous:
         raise InvariantViolation(
             f"sampler: {name} must be packed {dtype}, got {array.dtype} with strides {array.strides}"

@@ -69,22 +69,27 @@ INSTRUCTION = _record(
     ("output", OPERAND),
 )
 
-STEP = _record(
-    ("instructions", _INT),
-    ("num_instructions", _INT),
-    ("regime", _INT),
-    ("num_rows", _INT),  # of INSTRUCTION by domain: tokens, then logit rows
+BATCH_FIELDS = (
     ("num_tokens", _INT),
+    ("num_rows", _INT),
     ("num_logit_rows", _INT),
+    ("table_width", _INT),
+    ("vocab_limit", _INT),  # columns of the logits that are wanted
+    ("regime", _INT),
     ("tokens", _INT),  # int32[T]
     ("positions", _INT),  # int32[T]
     ("slots", _INT),  # int32[T]
     ("row_starts", _INT),  # int32[R + 1]
     ("context_lens", _INT),  # int32[R]
     ("block_tables", _INT),  # int32[R, table_width]
-    ("table_width", _INT),
     ("logit_rows", _INT),  # int32[S]
-    ("vocab_limit", _INT),  # columns of the logits that are wanted
+)
+"""Fields of STEP that a batch fills, one after the other."""
+
+STEP = _record(
+    *BATCH_FIELDS,
+    ("instructions", _INT),
+    ("num_instructions", _INT),
     ("items", _INT),  # ITEM[num_items]: the attention's work, see attention_plan.py
     ("num_items", _INT),
     ("splits", _INT),  # SPLIT[num_splits]

@@ -45,6 +45,8 @@ class Batcher:
         self._block_size = block_size
         self._sampling = SamplingPacker()
         self._packed: dict[RequestId, tuple[tuple[BlockId, ...], NDArray[np.int32]]] = {}
+        self._tables: list[tuple[BlockId, ...]] = []
+        self._packed_tables: NDArray[np.int32] = np.empty((0, 0), np.int32)
 
     def pack(self, rows: Sequence[BatchRow], vocab_limit: int = NO_VOCAB_LIMIT) -> ForwardBatch:
         """The batch that computes `rows`, which have distinct ids, and draws ids below `vocab_limit` only."""
@@ -90,6 +92,9 @@ class Batcher:
 
     def _pack_tables(self, rows: Sequence[BatchRow]) -> NDArray[np.int32]:
         """int32[R, M], padded with -1. An unchanged table is the same tuple from step to step."""
+        tables = [row.table for row in rows]
+        if tables == self._tables:
+            return self._packed_tables
         packed = {}
         for row in rows:
             known = self._packed.get(row.id)
@@ -102,6 +107,7 @@ class Batcher:
         out.fill(-1)
         for index, (table, ids_array) in enumerate(packed.values()):
             out[index, : len(table)] = ids_array
+        self._tables, self._packed_tables = tables, out
         return out
 
 
