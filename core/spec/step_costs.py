@@ -12,6 +12,7 @@ WINDOW = 16  # latest samples kept of each kind of step
 TOKEN_SLOPE = 0.04  # of a plain step's time, for each token more, before any such step was seen
 TRUSTED = 2  # samples of the drafter's cost before it is believed
 LATER_SHARE = 0.75  # of a round's first pass, that one more takes, before any such round was seen
+FORGET_AFTER = 96  # steps without a sample of a kind, that what is known of it still counts
 CLIP = 2.0  # a sample counts as at most so many times what was expected
 EXACT_BITS = 5  # steps of up to 2**5 - 1 tokens are told apart exactly
 SMALL_CATCH_UP = 16  # tokens of a row that count as part of an ordinary pass
@@ -20,15 +21,17 @@ SMALL_CATCH_UP = 16  # tokens of a row that count as part of an ordinary pass
 class _Samples:
     """The latest values, and their lower quartile: a disturbed step only ever takes longer."""
 
-    __slots__ = ("_values", "low")
+    __slots__ = ("_values", "low", "step")
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=WINDOW)
         self.low = 0.0
+        self.step = 0  # in which the last one came
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, step: int = 0) -> None:
         self._values.append(value)
         self.low = sorted(self._values)[len(self._values) // 4]
+        self.step = step
 
     @property
     def count(self) -> int:
@@ -42,9 +45,14 @@ class _Samples:
 
 
 class ForwardCurve:
-    """Seconds of a forward as a function of its tokens, for about the same number of rows."""
+    """Seconds of a forward as a function of its tokens, for about the same number of rows.
+
+    Machines are faster and slower by turns. So a length that was seen in a slow minute, and not used since,
+    has to be forgotten, or it would never be tried again. The shortest is measured now and then anyway.
+    """
 
     def __init__(self) -> None:
+        self._num_steps = 0
         self._samples: dict[int, _Samples] = {}
         self._tokens: list[int] = []  # ascending
         self._seconds: list[float] = []  # of `_tokens`, never falling
@@ -57,7 +65,12 @@ class ForwardCurve:
             if self.is_known and tokens not in self._samples:
                 # A first step of its length may be slow by itself, and whoever believes it takes no second.
                 seconds = min(seconds, (seconds + expected) / 2)
-        self._samples.setdefault(tokens, _Samples()).add(seconds)
+        self._num_steps += 1
+        self._samples.setdefault(tokens, _Samples()).add(seconds, self._num_steps)
+        shortest = min(self._samples)
+        for length, samples in list(self._samples.items()):
+            if length != shortest and samples.step <= self._num_steps - FORGET_AFTER:
+                del self._samples[length]
         self._tokens = sorted(self._samples)
         lows = [self._samples[tokens].low for tokens in reversed(self._tokens)]
         self._seconds = list(accumulate(lows, min))[::-1]
@@ -132,19 +145,24 @@ class DraftCosts:
     def __init__(self) -> None:
         self._first: dict[int, _Samples] = {}  # by group of rows
         self._later: dict[int, _Samples] = {}
+        self._num_rounds = 0
         self._catch_ups: deque[tuple[int, int, int, float]] = deque(maxlen=WINDOW)
 
     def add_round(self, rows: int, passes: int, seconds: float) -> None:
         """A step in which `rows` rows got up to `passes` drafts."""
         if passes == 0:
             return
+        self._num_rounds += 1
         group = row_group(rows)
         first = self._first.setdefault(group, _Samples())
         if passes == 1 or first.count < TRUSTED:
             first.add(seconds / passes)
         else:
             later = max(0.0, seconds - first.low) / (passes - 1)
-            self._later.setdefault(group, _Samples()).add(later)
+            self._later.setdefault(group, _Samples()).add(later, self._num_rounds)
+        for group, samples in list(self._later.items()):
+            if samples.step <= self._num_rounds - FORGET_AFTER:
+                del self._later[group]
 
     def add_catch_up(self, tokens: int, rows: int, passes: int, seconds: float) -> None:
         """`tokens` tokens that the drafter had not seen, and `passes` passes over `rows` rows after them."""

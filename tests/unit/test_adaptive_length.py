@@ -204,6 +204,22 @@ def test_one_step_that_took_far_too_long_does_not_end_all_trials() -> None:
     assert any(min(lengths[index : index + 5]) > 0 for index in range(200, 320))
 
 
+def test_what_was_slow_when_it_was_seen_is_tried_again() -> None:
+    """In the first forty steps those with more than two tokens take half as long again."""
+    text, num_steps = streaks(0.8, 2, 1500), 0
+
+    def forward(rows: int, tokens: int) -> float:
+        nonlocal num_steps
+        num_steps += 1
+        is_slow = tokens > 2 and num_steps <= 40
+        return (0.036 if tokens == 1 else 0.027 + 0.009 * tokens) * (1.5 if is_slow else 1.0)
+
+    costs = Costs(forward, lambda rows: 0.012, first_pass=0.002)
+    adaptive = simulate(AdaptiveLength(), [text], costs).rate
+    constants = [simulate(FixedLength(length), [text], costs).rate for length in CONSTANTS]
+    assert adaptive >= 0.97 * max(constants) > 1.02 * constants[0]
+
+
 def test_with_a_free_drafter_it_starts_again_within_a_few_steps() -> None:
     text = joined(even_text(300, 0.0, 1), even_text(300, 1.0, 1))
     lengths = [row for [row] in simulate(AdaptiveLength(), [text], STEEP).lengths]
