@@ -31,7 +31,8 @@ PROPOSING_DRIFT = 0.01  # back to 1, for each step in which the row was not aske
 READ_HOPE = 0.95  # chance of acceptance that is hoped for from a drafter that has read everything
 READ_SHARE = 0.7  # of the time that this would save, that reading may take
 READ_HORIZON = 2  # tokens at most that are expected to come, for each one there is
-LEAST_ACCEPTED = 24  # drafts of a row, before its drafter reads everything
+LEAST_ACCEPTED = 24  # drafts of a row, before its drafter reads everything ...
+LEAST_RIGHT = 0.6  # ... and share of its rounds whose first draft was accepted
 LEAST_GAIN = 0.02  # of tokens per second, if all rows may draft; for less it is not worth the risk
 LEAST_SURVIVAL = 0.02  # drafts less likely to be accepted than this are not considered
 
@@ -44,6 +45,8 @@ class _Row:
     asked: int = 0  # drafts allowed in the step under way
     earned: float = 0.0  # tokens that its drafts have brought beyond their cost, and may lose again
     num_accepted: int = 0  # drafts so far
+    num_rounds: int = 0  # with drafts, so far
+    num_right: int = 0  # of them, those whose first draft was accepted
     told_to_read: bool = False  # all of its tokens; at most once
     is_reading: bool = False  # the drafter is on its way through them
     proposing: float = 1.0  # share of rounds in which the drafter used the permission
@@ -125,7 +128,8 @@ class AdaptiveLength(DraftLengthPolicy):
     def _is_worth_reading(self, demand: DraftDemand, num_rows: int) -> bool:
         """Whether the drafter should read all of a row's tokens, what it has read once more."""
         row, catch_up = self._rows[demand.id], self._draft.catch_up_seconds()
-        if demand.num_unread == 0 or row.told_to_read or row.num_accepted < LEAST_ACCEPTED or catch_up <= 0.0:
+        is_good = row.num_accepted >= LEAST_ACCEPTED and row.num_right >= LEAST_RIGHT * row.num_rounds
+        if demand.num_unread == 0 or row.told_to_read or not is_good or catch_up <= 0.0:
             return False
         to_come = num_rows * min(demand.num_left, READ_HORIZON * demand.num_output)
         chances = (self._acceptance.survival(demand.id, self._cap(demand)), self._hope(demand, READ_HOPE))
@@ -237,6 +241,8 @@ class AdaptiveLength(DraftLengthPolicy):
         for result in results:
             row = self._rows[result.id]
             row.num_accepted += result.accepted
+            row.num_rounds += result.proposed > 0
+            row.num_right += result.accepted > 0
             if row.is_reading:
                 continue
             if row.asked > 0:

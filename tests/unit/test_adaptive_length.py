@@ -328,6 +328,17 @@ def test_a_drafter_reads_all_of_a_text_if_that_may_pay() -> None:
     assert not reads_all(even_text(LENGTH, 0.3, 1)), "it is mostly wrong"
 
 
+def test_a_drafter_that_is_as_often_wrong_as_right_does_not_read_all_of_a_text() -> None:
+    """Some of these texts begin well, and bring enough accepted drafts before the drafter is given up."""
+
+    def forward(rows: int, tokens: int) -> float:
+        return 0.040 if tokens == 1 else 0.0325 + 0.0065 * tokens
+
+    for seed in range(12, 30):
+        text = even_text(LENGTH, 0.5, seed, runs=0.4)
+        assert not reads_all(text, forward=forward, draft_pass=lambda rows: 0.0115, first_pass=0.002)
+
+
 def test_drafting_goes_on_after_reading_a_very_long_text() -> None:
     text = read_text(2000, agreement_by_read, 1, runs=0.4)
     lengths = [row for [row] in simulate(AdaptiveLength(), [text], FAST_READER, prompt=4000).lengths]
