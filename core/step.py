@@ -138,7 +138,10 @@ NO_VOCAB_LIMIT = 1 << 31
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One forward pass. T tokens in R rows; row r is tokens[row_starts[r]:row_starts[r + 1]]."""
+    """One forward pass. T tokens in R rows; row r is tokens[row_starts[r]:row_starts[r + 1]].
+
+    Arrays are only read: those that stay the same are shared by the batches of several steps.
+    """
 
     tokens: NDArray[np.int32]  # [T]
     positions: NDArray[np.int32]  # [T]
@@ -148,7 +151,9 @@ class ForwardBatch:
     block_tables: NDArray[np.int32]  # [R, M] padded with -1
     logit_rows: NDArray[np.int32]  # [S] indices into tokens, ascending
     sampling: SamplingArrays
-    vocab_limit: int = NO_VOCAB_LIMIT  # >= 1; logits of ids from it on are -inf and need not be computed
+    vocab_limit: int = NO_VOCAB_LIMIT
+    """At least 1: logits of ids from it on are -inf and need not be computed. With such a limit no row asks
+    for log-probabilities."""
 
     @property
     def num_tokens(self) -> int:
@@ -170,7 +175,7 @@ class RowStatus(IntEnum):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What the backend answers. K is the largest `num_logprobs` in the batch (0 if none is asked)."""
+    """What the backend answers; only read. K is the largest `num_logprobs` in the batch (0 if none)."""
 
     tokens: NDArray[np.int32]  # [S]
     status: NDArray[np.int32]  # [S] RowStatus; tokens are meaningless where it is not OK

@@ -20,7 +20,7 @@ from mvllm.core.spec.model_drafter import (
 )
 from mvllm.core.spec.ngram_drafter import NgramDrafter
 from mvllm.core.spec.speculation import Speculation
-from mvllm.core.spec.vocab_limit import head_share
+from mvllm.core.spec.vocab_limit import head_share_of
 from mvllm.core.spec.vocabulary import ids_to_mask, token_texts
 from mvllm.core.tensor import Backend
 from mvllm.core.types import TokenId
@@ -167,7 +167,7 @@ class DraftModel:
             catch_up_tokens=catch_up_tokens_for(sizes.max_num_seqs),
             first_tokens=settings.draft_context or DEFAULT_FIRST_TOKENS,
             enable_prefix_caching=target.enable_prefix_caching,
-            head_share=head_share(self.checkpoint.weights, self.backend.capabilities),
+            head_share=head_share_of(self.checkpoint.weights, self.backend.capabilities),
         )
         try:
             model = self.backend.load(spec, self.checkpoint.weights, config.geometry(kv_dtype))

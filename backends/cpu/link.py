@@ -16,7 +16,6 @@ from mvllm.backends.cpu.layout import NARROW
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
 from mvllm.backends.cpu.operations import address_of
 from mvllm.backends.cpu.plan import Buffer, assign_buffers, check_widths, find_barriers
-from mvllm.backends.cpu.products import form_of
 from mvllm.backends.cpu.program import Array, Instruction, Kind, Program
 from mvllm.backends.cpu.tables import (
     ATTENTION,
@@ -124,16 +123,12 @@ class Linker:
             case graph.Linear(weight, bias, activations):
                 matrix, records = self._weights.matrix(weight), activations or NARROW
                 panels_from = self._thresholds.panels_from(matrix, records)
-                form = form_of(matrix.format_name, matrix.isa, records)
                 return _record(
                     LINEAR,
                     descriptor=matrix.product_descriptor(records, panels_from),
                     bias=self._weights.vector(bias) if bias is not None else 0,
                     blocks=matrix.num_blocks,
                     lanes=matrix.isa.lanes,
-                    panels_from=panels_from,
-                    tile_blocks=form.tile_blocks,
-                    panel_blocks=form.panel.blocks,
                     epilogue=step.epilogue,
                     cap=step.cap,
                 )

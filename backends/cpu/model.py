@@ -24,6 +24,7 @@ from mvllm.backends.cpu.record import Recorder, Value, sensitive_weights
 from mvllm.backends.cpu.sampler_table import (
     NUM_COLUMNS,
     Addresses,
+    asks_for_logprobs,
     empty_output,
     pack_parameters,
     sampler_scratch_bytes,
@@ -36,7 +37,7 @@ from mvllm.backends.cpu.weights import PackedWeights
 from mvllm.core.errors import EngineClosed, InvariantViolation
 from mvllm.core.model.decoder import forward
 from mvllm.core.model.spec import ModelSpec
-from mvllm.core.step import ForwardBatch, StepOutput
+from mvllm.core.step import ForwardBatch, SamplingArrays, StepOutput
 from mvllm.core.tensor import KvGeometry, Model, ModelWeights
 from mvllm.core.trace import Trace
 from mvllm.core.types import BlockId
@@ -50,7 +51,7 @@ class _Sampling:
         self._stride = sampler_scratch_bytes(vocab_size)
         self._scratch = aligned_zeros(threads * self._stride, "sampler scratch")
         self._table = np.zeros(NUM_COLUMNS, np.int64)
-        self._addresses = Addresses()
+        self._inputs, self._outputs = Addresses(SamplingArrays), Addresses(StepOutput)
         self._fixed = {
             "logits": logits.ctypes.data,
             "row_stride": logits.strides[0] // logits.itemsize,
@@ -60,14 +61,22 @@ class _Sampling:
         self.address: int = self._table.ctypes.data
 
     def set(self, batch: ForwardBatch) -> StepOutput:
-        """Fill the table for a batch; returns the output that the sampler will write into."""
+        """Fill the table for a batch; returns the output that the sampler will write into.
+
+        Raises:
+            InvariantViolation: a batch with a limit asks for log-probabilities, or an array is unusable.
+        """
+        vocab = min(self._vocab_size, batch.vocab_limit)
+        if vocab < self._vocab_size and asks_for_logprobs(batch.sampling):
+            raise InvariantViolation("rows of a batch with a vocab_limit can't ask for log-probabilities")
         output = empty_output(batch.sampling)
         pack_parameters(
             self._table,
-            vocab=min(self._vocab_size, batch.vocab_limit),
+            vocab=vocab,
             sampling=batch.sampling,
             output=output,
-            addresses=self._addresses,
+            inputs=self._inputs,
+            outputs=self._outputs,
             **self._fixed,
         )
         return output

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from mvllm.backends.cpu import elementwise
 from mvllm.backends.cpu.atomics import atomic_add
 from mvllm.backends.cpu.attention import attend_item, attention_at, item_at, store_keys_values
@@ -19,6 +21,8 @@ from mvllm.backends.cpu.linear import embed_row, matmul, quantize_row
 from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import call_operation, i32_at, i64_at, record_at
 from mvllm.backends.cpu.program import Kind
+from mvllm.backends.cpu.quantized_kernels import TILE_BLOCKS
+from mvllm.backends.cpu.quantized_panels import PANEL_SHAPE
 from mvllm.backends.cpu.sampler import sample_rows
 from mvllm.backends.cpu.tables import (
     ARRIVED,
@@ -43,6 +47,8 @@ _TOKENS = int(Domain.TOKENS)
 _ADD, _SILU, _GELU_TANH, _SOFT_CAP = (
     int(e) for e in (Epilogue.ADD, Epilogue.SILU, Epilogue.GELU_TANH, Epilogue.SOFT_CAP)
 )
+_PANEL_BLOCKS = PANEL_SHAPE.blocks
+_MANY_ROWS = 16  # from about so many on products are computed by panels
 _INSTRUCTION_BYTES = INSTRUCTION.itemsize
 _ITEM_BYTES = ITEM.itemsize
 
@@ -67,8 +73,8 @@ def _num_rows(instruction: Any, worker: Any) -> Any:
 def _share_of_rows(instruction: Any, worker: Any) -> Any:
     """The rows [first, last) that this thread works on."""
     rows = _num_rows(instruction, worker)
-    if rows == 1 and instruction_at(instruction).replicated:
-        return 0, 1
+    if rows == 1:  # always by the same thread, whose caches know what it needs
+        return 0, np.int64(instruction_at(instruction).replicated or worker_at(worker).thread == 0)
     return share_of(worker, rows)
 
 
@@ -114,17 +120,28 @@ def _quantize(instruction: Any, worker: Any) -> None:
         quantize_row(x, records, i.width, is_wide)
 
 
+@kernel("UniTuple(int64, 2)(int64, int64)")
+def _share_of_columns(instruction: Any, worker: Any) -> Any:
+    """The row blocks [first, last) of a product's weights that this thread works on.
+
+    Products over the same rows with equally many columns are shared out alike, whatever their formats: the
+    planner counts on that.
+    """
+    i, rows = instruction_at(instruction), _num_rows(instruction, worker)
+    p = linear_at(i.parameters)
+    blocks, together = p.blocks, 1
+    if i.domain != _TOKENS:  # the head, the only product over logit rows
+        blocks = min(blocks, (step_at(_step_of(worker)).vocab_limit + p.lanes - 1) // p.lanes)
+    if rows > 1:  # row blocks that are mostly computed together stay together
+        together = TILE_BLOCKS if rows < _MANY_ROWS else _PANEL_BLOCKS
+    first, last = share_of(worker, (blocks + together - 1) // together)
+    return first * together, min(last * together, blocks)
+
+
 def _linear(instruction: Any, worker: Any) -> None:
     i, rows = instruction_at(instruction), _num_rows(instruction, worker)
     p = linear_at(i.parameters)
-    blocks = p.blocks
-    if i.domain != _TOKENS:  # the head, the only product over logit rows
-        blocks = min(blocks, (step_at(_step_of(worker)).vocab_limit + p.lanes - 1) // p.lanes)
-    first, last = share_of(worker, blocks)
-    if rows > 1:  # the row blocks that are computed together stay together
-        together = p.tile_blocks if rows < p.panels_from else p.panel_blocks
-        first, last = share_of(worker, (blocks + together - 1) // together)
-        first, last = first * together, min(last * together, blocks)
+    first, last = _share_of_columns(instruction, worker)
     source, other, target = _matrices(instruction, worker)
     matmul(p.descriptor, source, i.input.stride, target, i.output.stride, rows, first, last)
     start, width = 4 * first * p.lanes, (last - first) * p.lanes

@@ -124,7 +124,7 @@ def _share(step: Instruction, array: Array, single: bool, program: Program) -> H
             if array is step.input:
                 return None
             assert step.output is not None
-            return ("columns", step.output.width)
+            return ("columns", step.domain, step.output.width)
         case Kind.ATTEND:
             return None
         case Kind.TAKE if array is step.input:

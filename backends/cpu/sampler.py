@@ -114,7 +114,7 @@ def _rounded(value: Any) -> Any:
 
 @kernel("void(int64, int64, int64)")
 def _penalize(table: Any, row: Any, logits: Any) -> None:
-    """Apply the penalties of row `row` to `logits` in place; there are none for ids from V on."""
+    """Apply the penalties of row `row` to `logits` in place. Ids ascend; those from V on are left out."""
     columns, values = _parameters(table), f32_at(logits)
     repetition = np.float64(f32_at(columns.repetition_penalty)[row])
     presence = np.float64(f32_at(columns.presence_penalty)[row])
@@ -134,7 +134,7 @@ def _penalize(table: Any, row: Any, logits: Any) -> None:
 
 @kernel("void(int64, int64, int64)")
 def _bias(table: Any, row: Any, logits: Any) -> None:
-    """Add the biases of row `row` to `logits` in place; there are none for ids from V on."""
+    """Add the biases of row `row` to `logits` in place. Ids ascend; those from V on are left out."""
     columns, values = _parameters(table), f32_at(logits)
     offsets, tokens = i32_at(columns.bias_offsets), i32_at(columns.bias_tokens)
     biases = f32_at(columns.bias_values)

@@ -71,28 +71,35 @@ def empty_output(sampling: SamplingArrays) -> StepOutput:
     If none asks for log-probabilities, their arrays are shared by all such outputs and can't be written.
     """
     rows = len(sampling.temperature)
-    width = max(sampling.num_logprobs.tolist(), default=-1)
-    asks = width >= 0 or max(sampling.target.tolist(), default=-1) >= 0
-    logprobs = _no_logprobs(rows, width) if asks else _shared_no_logprobs(rows)
-    return StepOutput(_no_tokens(rows), np.zeros(rows, np.int32), *logprobs)
+    if asks_for_logprobs(sampling):
+        logprobs = _no_logprobs(rows, max(sampling.num_logprobs.tolist()))
+    else:
+        logprobs = _shared_no_logprobs(rows)
+    return StepOutput(_no_tokens(rows), np.zeros(rows, np.int32), **logprobs)
 
 
-_Logprobs = tuple[
-    NDArray[np.float32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]
-]
-"""logprob, rank, target_logprob, top_tokens and top_logprobs of a StepOutput."""
+def asks_for_logprobs(sampling: SamplingArrays) -> bool:
+    """Whether any row wants the log-probability of a token."""
+    wanted = max(sampling.num_logprobs.tolist(), default=-1), max(sampling.target.tolist(), default=-1)
+    return max(wanted) >= 0
 
 
-def _no_logprobs(rows: int, width: int) -> _Logprobs:
+def _no_logprobs(rows: int, width: int) -> dict[str, NDArray[Any]]:
+    """What a StepOutput says of log-probabilities, with `width` columns for the most likely tokens."""
     shape = (rows, max(0, width))
-    none = np.zeros(rows, np.float32)
-    return none, np.zeros(rows, np.int32), none.copy(), _no_tokens(*shape), np.zeros(shape, np.float32)
+    return {
+        "logprob": np.zeros(rows, np.float32),
+        "rank": np.zeros(rows, np.int32),
+        "target_logprob": np.zeros(rows, np.float32),
+        "top_tokens": _no_tokens(*shape),
+        "top_logprobs": np.zeros(shape, np.float32),
+    }
 
 
 @functools.lru_cache(maxsize=32)
-def _shared_no_logprobs(rows: int) -> _Logprobs:
+def _shared_no_logprobs(rows: int) -> dict[str, NDArray[Any]]:
     logprobs = _no_logprobs(rows, 0)
-    for array in logprobs:
+    for array in logprobs.values():
         array.flags.writeable = False
     return logprobs
 
@@ -103,11 +110,11 @@ def _no_tokens(*shape: int) -> NDArray[np.int32]:
     return tokens
 
 
-class _MessageAddresses:
+class Addresses:
     """Where the arrays of messages of one kind lie. Owns a memo of the last ones: most of a step's arrays are
     those of the step before, and looking takes longer than anything else about them."""
 
-    def __init__(self, message: type) -> None:
+    def __init__(self, message: type[SamplingArrays | StepOutput]) -> None:
         self._dtypes = list(_arrays(message).items())
         self._known: list[NDArray[Any] | None] = [None] * len(self._dtypes)
         self._addresses = [0] * len(self._dtypes)
@@ -126,14 +133,6 @@ class _MessageAddresses:
         return self._addresses
 
 
-class Addresses:
-    """Where a step's arrays lie; see `_MessageAddresses`."""
-
-    def __init__(self) -> None:
-        self.inputs = _MessageAddresses(SamplingArrays)
-        self.outputs = _MessageAddresses(StepOutput)
-
-
 def pack_parameters(
     table: NDArray[np.int64],  # [NUM_COLUMNS], overwritten
     *,
@@ -144,17 +143,19 @@ def pack_parameters(
     output: StepOutput,  # from `empty_output`; the kernel writes into its arrays
     scratch: int,  # address, a multiple of 8
     scratch_stride: int,  # bytes per worker, at least sampler_scratch_bytes(vocab)
-    addresses: Addresses | None = None,  # one that is kept from step to step saves time
+    inputs: Addresses | None = None,  # one for SamplingArrays that is kept from step to step saves time
+    outputs: Addresses | None = None,  # and one for StepOutputs
 ) -> None:
     """Fill `table`. The caller keeps every array alive, and in place, while the kernel runs.
 
     Raises:
         InvariantViolation: an array isn't packed or has another dtype than the kernel will read.
     """
-    addresses = addresses or Addresses()
-    inputs, outputs = addresses.inputs.of(sampling), addresses.outputs.of(output)
+    numbers_before = logits, row_stride, vocab
     numbers_after = output.top_tokens.shape[1], scratch, scratch_stride
-    _TABLE.pack_into(table, 0, logits, row_stride, vocab, *inputs, *outputs, *numbers_after)
+    sampled = (inputs or Addresses(SamplingArrays)).of(sampling)
+    written = (outputs or Addresses(StepOutput)).of(output)
+    _TABLE.pack_into(table, 0, *numbers_before, *sampled, *written, *numbers_after)
 
 
 def _address(name: str, dtype: np.dtype[Any], array: NDArray[Any]) -> int:

@@ -84,7 +84,7 @@ BATCH_FIELDS = (
     ("block_tables", _INT),  # int32[R, table_width]
     ("logit_rows", _INT),  # int32[S]
 )
-"""Fields of STEP that a batch fills, one after the other."""
+"""Fields of STEP that a batch fills; `StepInputs.set_batch` writes them in this order."""
 
 STEP = _record(
     *BATCH_FIELDS,
@@ -141,9 +141,6 @@ LINEAR = _record(
     ("bias", _INT),  # float32[width], or 0
     ("blocks", _INT),
     ("lanes", _INT),  # columns per block
-    ("panels_from", _INT),  # tokens from which on row blocks are computed by panels, below by tiles ...
-    ("tile_blocks", _INT),  # ... of so many row blocks
-    ("panel_blocks", _INT),
     ("epilogue", _INT),
     ("cap", _FLOAT),
 )

@@ -10,8 +10,8 @@ States of a worker thread:
 The caller works too, as thread 0. Threads meet at barriers inside the job and once more at its end, so a job
 never overlaps the next one. A call may count on fewer threads than there are (`team_size`): on those with the
 lowest numbers. A thread's share of the work follows its pace in the calls before (`share_of`), since a core
-that another virtual machine loads too is slower by half for seconds. Words shared between threads lie on
-cache lines of their own.
+that another virtual machine loads too takes half as long again for seconds. Words shared between threads lie
+on cache lines of their own.
 """
 
 from __future__ import annotations
@@ -51,28 +51,32 @@ CONTROL = np.dtype(
 """Shared words, first those with a line of their own: the current call, arrivals at barriers so far, whether
 the team is closed. Then what to run, where to read which team was called last (`_latest`), for how many
 tries a thread may spin at a barrier, long or short, the address of float64[kinds of calls, crew], each
-thread's pace in them, and what a try takes. Then of this call its argument, the arrivals before it
-and the tries chosen for it; for how many calls threads spin less if they sleep too often, and how many of
-these are left (`_choose_spins`); and its kind.
+thread's pace in them, and what a try takes, in picoseconds. Then of this call its argument, the arrivals
+before it and the tries chosen for it; for how many calls threads spin less if they sleep too often, and how
+many of these are left (`_choose_spins`); and its kind.
 
 A call is its number times `_CALL_STEP`, plus how many threads it counts on: one word, so that no thread sees
 the one without the other. `arrivals` only grows, so no thread has to reset what another still reads."""
 
-_PER_WORKER = ("thread", "threads", "control", "meetings", "call", "took_ns", "waited_ns", "naps", "tries")
-_SHARE = ("share_first", "share_last")
+_PER_WORKER = ("thread", "threads", "control", "meetings", "call", "took_ns", "waited_ns", "naps")
+_FOR_SHARES = ("tries", "napped_ns", "share_first", "share_last")
 WORKER = np.dtype(
     {
-        "names": [*_PER_WORKER, *_SHARE, "asleep"],
-        "formats": [np.int64] * (len((*_PER_WORKER, *_SHARE)) + 1),
-        "offsets": [*range(0, 8 * len((*_PER_WORKER, *_SHARE)), 8), 2 * LINE_BYTES],
+        "names": [*_PER_WORKER, *_FOR_SHARES, "asleep"],
+        "formats": [np.int64] * (len(_PER_WORKER) + len(_FOR_SHARES) + 1),
+        "offsets": [*range(0, 8 * (len(_PER_WORKER) + len(_FOR_SHARES)), 8), 2 * LINE_BYTES],
         "itemsize": 3 * LINE_BYTES,
     }
 )
 """One thread's own words: its number, how many work in this call, the barriers of this call so far, the last
 call that it saw, how long that took it, how much of this it waited for others beyond a moment, at how many of
-the call's barriers it slept, and how often it tried at barriers before it slept. Its share of the work
-(`share_of`). And the flag "asleep" (1: the thread waits on its semaphore or is about to; who changes it back
-to 0 decides whether the semaphore is released)."""
+the call's barriers it slept.
+
+Then what shares follow from: how often it tried at barriers before it slept, and how long it slept, the first
+barrier and the one at the end of a call left out; and its share of the work (`share_of`).
+
+And the flag "asleep" (1: the thread waits on its semaphore or is about to; who changes it back to 0 decides
+whether the semaphore is released)."""
 
 _ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, 2 * LINE_BYTES  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
@@ -92,7 +96,8 @@ _FIRST_REST, _LONGEST_REST = 4, 256  # calls with fewer spins before the next tr
 _BETWEEN_CALLS = 6  # times the spins at a barrier: what a caller does between two calls takes about so long
 _SHARE_UNITS = 1 << 16  # of all work
 _PACE_NS = 20e6  # of work, that a thread's pace is about the mean of
-_SLOWEST_PACE, _FASTEST_PACE = 0.25, 4.0  # of a thread, that of all being 1
+_SLOWEST_PACE, _FASTEST_PACE = 0.25, 4.0  # of a thread, the mean of all being 1
+_LEAST_WORKED = 0.25  # of a call's time: who worked less was disturbed rather than quick
 _IDLE_NAPS = 100  # then, before a worker goes to sleep in Python: some milliseconds
 _SLEEP, _CLOSE = 0, 1  # why `serve` returned
 
@@ -120,11 +125,14 @@ def meet(worker_address: Any) -> Any:
             since = now_ns()
         back_off(tries, spins)
         tries += 1
-    if worker.meetings > 1:  # at the first one threads may wait for each other to begin
-        worker.tries += min(tries, spins)
+    napped_ns = 0
     if tries > spins:
-        worker.waited_ns += now_ns() - since
+        napped_ns = now_ns() - since
+        worker.waited_ns += napped_ns
         worker.naps += 1
+    if worker.meetings > 1:  # at the first one threads wait for those that have to be woken
+        worker.tries += min(tries, spins)
+        worker.napped_ns += napped_ns
 
 
 @kernel("UniTuple(int64, 2)(int64, int64)")
@@ -140,10 +148,13 @@ def _work(worker_address: Any, call: Any) -> Any:
     worker = worker_at(worker_address)
     control = control_at(worker.control)
     worker.threads, worker.meetings = call % _CALL_STEP, 0
-    worker.waited_ns, worker.naps, worker.tries = 0, 0, 0
+    worker.waited_ns, worker.naps, worker.tries, worker.napped_ns = 0, 0, 0, 0
     started = now_ns()
     call_operation(control.job, control.argument, worker_address)
+    # What comes last is often one thread's alone (sampling one row), and says nothing of the others' shares.
+    tries, napped_ns = worker.tries, worker.napped_ns
     meet(worker_address)
+    worker.tries, worker.napped_ns = tries, napped_ns
     worker.took_ns = now_ns() - started
 
 
@@ -225,14 +236,10 @@ def _choose_spins(control_address: Any, workers: Any) -> Any:
 
 @kernel("void(int64, int64)")
 def _learn_paces(control_address: Any, workers: Any) -> Any:
-    """Correct the threads' paces in calls of the last one's kind by what they waited in it: were the shares
-    right, they had waited equally long.
-
-    A long call weighs more than a short one.
-    """
+    """Correct the threads' paces in calls of the last one's kind by what they waited in it: with the right
+    shares they would have waited equally long. A long call weighs more than a short one."""
     control = control_at(control_address)
     threads = control.call % _CALL_STEP
-    # That of the caller is the one that is surely known by now.
     took_ns = np.float64(worker_at(workers).took_ns)
     if threads < 2 or took_ns <= 0.0:
         return
@@ -240,8 +247,8 @@ def _learn_paces(control_address: Any, workers: Any) -> Any:
     gain, total = took_ns / (took_ns + _PACE_NS), 0.0
     for thread in range(threads):
         worker = worker_at(workers + thread * _WORKER_BYTES)
-        waited_ns = worker.waited_ns + 1e-3 * worker.tries * control.ps_per_try
-        worked_ns = max(took_ns - waited_ns, took_ns / _FASTEST_PACE)
+        waited_ns = worker.napped_ns + 1e-3 * worker.tries * control.ps_per_try
+        worked_ns = max(took_ns - waited_ns, _LEAST_WORKED * took_ns)
         found = paces[thread] * took_ns / worked_ns  # all of them are multiplied by the same below
         paces[thread] += gain * (found - paces[thread])
         total += paces[thread]
@@ -402,7 +409,7 @@ class Team:
 
     def __init__(self, threads: int, job: int, size: TeamSize | None = None, kinds: int = 1) -> None:
         """`job` is the address of a compiled `void(int64 argument, int64 worker)`; worker is a `WORKER`.
-        `size` decides how many threads work; None: always all. There are so many `kinds` of calls."""
+        `size` decides how many threads work; None: always all. `kinds` is the number of kinds of calls."""
         self.threads = threads
         self._kinds = kinds
         self._size = size
@@ -413,7 +420,8 @@ class Team:
     def run(self, argument: int, kind: int = 0) -> int:
         """Run job(argument, worker); returns when the threads are done, and how many they were.
 
-        Threads have like paces in calls of one kind.
+        Args:
+            kind: in [0, kinds); the threads' paces are learned for each by itself.
         """
         crew = self._crew
         if crew is None or crew.process != os.getpid():

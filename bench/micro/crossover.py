@@ -28,7 +28,7 @@ from mvllm.backends.cpu.memory import aligned_zeros
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
 from mvllm.backends.cpu.pointers import i64_at
 from mvllm.backends.cpu.record import Linear, Recorder, sensitive_weights
-from mvllm.backends.cpu.team import Team, meet, worker_at
+from mvllm.backends.cpu.team import Team, meet, share_of
 from mvllm.core.errors import ConfigError
 from mvllm.core.load.contents import Checkpoint
 from mvllm.core.load.mlx_format import MLX_FORMATS
@@ -136,8 +136,8 @@ _DESCRIPTORS, _COUNT, _BLOCKS, _ACTIVATIONS, _STRIDE, _OUT, _OUT_STRIDE, _TOKENS
 
 def _multiply_all(argument: Any, worker: Any) -> None:
     """This thread's share of `count` products, `at_once` tokens together; all meet after each. Compiled."""
-    job, w = i64_at(argument), worker_at(worker)
-    first, last = job[_BLOCKS] * w.thread // w.threads, job[_BLOCKS] * (w.thread + 1) // w.threads
+    job = i64_at(argument)
+    first, last = share_of(worker, job[_BLOCKS])
     for index in range(job[_COUNT]):
         for token in range(0, job[_TOKENS], job[_AT_ONCE]):
             linear.matmul(  # type: ignore[no-untyped-call]

@@ -37,8 +37,9 @@ class BatchRow(NamedTuple):
 class Batcher:
     """Turns rows into arrays.
 
-    Owns memos of the block tables and sampling parameters packed last, which save converting them anew in
-    each step; the result depends on the arguments alone. Does not change any row.
+    Owns memos of the sampling parameters packed last, of each row's block table and of all of them together,
+    which save converting anew what most steps leave as it was; the result depends on the arguments alone.
+    Does not change any row.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -28,7 +28,7 @@ PLAIN_EVERY = 128  # steps between measurements of a step without drafts
 CATCH_UP_ROUNDS = 64  # rounds of drafting over which the cost of catching up has to come back
 PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
 PROPOSING_DRIFT = 0.01  # back to 1, for each step in which the row was not asked to draft
-READ_HOPE = 0.95  # chance of acceptance that is hoped for from a drafter that has read everything
+READ_HOPE = 0.7  # of wrong drafts: as many are hoped to become right if the drafter has read everything
 READ_SHARE = 0.7  # of the time that this would save, that reading may take
 READ_HORIZON = 2  # tokens at most that are expected to come, for each one there is
 LEAST_ACCEPTED = 24  # drafts of a row, before its drafter reads everything ...
@@ -68,7 +68,8 @@ class AdaptiveLength(DraftLengthPolicy):
     what the drafter took to begin with.
 
     A drafter that begins with the end of a text alone is told to read all of it once some of the row's drafts
-    were accepted, if reading takes less than what better drafts are hoped to save.
+    were accepted, and most rounds began with a right one, if reading takes less than what better drafts are
+    hoped to save.
 
     Args:
         max_length: most drafts of a row.
@@ -132,7 +133,10 @@ class AdaptiveLength(DraftLengthPolicy):
         if demand.num_unread == 0 or row.told_to_read or not is_good or catch_up <= 0.0:
             return False
         to_come = num_rows * min(demand.num_left, READ_HORIZON * demand.num_output)
-        chances = (self._acceptance.survival(demand.id, self._cap(demand)), self._hope(demand, READ_HOPE))
+        present = self._acceptance.survival(demand.id, self._cap(demand))
+        # A good minute says little of the whole text that is to come.
+        right = min(present[0], row.num_right / row.num_rounds)
+        chances = (present, self._hope(demand, right + READ_HOPE * (1.0 - right)))
         now, hoped = [to_come / self._plan([demand], [each], num_rows)[1] for each in chances]
         return catch_up * demand.num_tokens <= READ_SHARE * (now - hoped)
 

@@ -46,7 +46,7 @@ class ModelDrafterConfig:
     """Context that a row begins with: its last tokens before the first draft; None: all of them."""
     enable_prefix_caching: bool = True
     head_share: float = 0.0
-    """The head's part of a pass, which `vocab_limit` tries to save; 0: all ids are drafted."""
+    """The head's part of a pass, of which `vocab_limit` saves some; 0: every id may be drafted."""
 
     def __post_init__(self) -> None:
         least = VERIFIED_LAG * self.max_num_seqs

@@ -12,7 +12,7 @@ WINDOW = 16  # latest samples kept of each kind of step
 TOKEN_SLOPE = 0.04  # of a plain step's time, for each token more, before any such step was seen
 TRUSTED = 2  # samples of the drafter's cost before it is believed
 LATER_SHARE = 0.75  # of a round's first pass, that one more takes, before any such round was seen
-FORGET_AFTER = 96  # steps without a sample of a kind, that what is known of it still counts
+FORGET_AFTER = 160  # steps without a sample of a kind, that what is known of it still counts
 CLIP = 2.0  # a sample counts as at most so many times what was expected
 EXACT_BITS = 5  # steps of up to 2**5 - 1 tokens are told apart exactly
 SMALL_CATCH_UP = 16  # tokens of a row that count as part of an ordinary pass
@@ -28,7 +28,7 @@ class _Samples:
         self.low = 0.0
         self.step = 0  # in which the last one came
 
-    def add(self, value: float, step: int = 0) -> None:
+    def add(self, value: float, step: int) -> None:
         self._values.append(value)
         self.low = sorted(self._values)[len(self._values) // 4]
         self.step = step
@@ -48,7 +48,7 @@ class ForwardCurve:
     """Seconds of a forward as a function of its tokens, for about the same number of rows.
 
     Machines are faster and slower by turns. So a length that was seen in a slow minute, and not used since,
-    has to be forgotten, or it would never be tried again. The shortest is measured now and then anyway.
+    has to be forgotten, or it would never be tried again.
     """
 
     def __init__(self) -> None:
@@ -67,9 +67,8 @@ class ForwardCurve:
                 seconds = min(seconds, (seconds + expected) / 2)
         self._num_steps += 1
         self._samples.setdefault(tokens, _Samples()).add(seconds, self._num_steps)
-        shortest = min(self._samples)
         for length, samples in list(self._samples.items()):
-            if length != shortest and samples.step <= self._num_steps - FORGET_AFTER:
+            if samples.step <= self._num_steps - FORGET_AFTER:
                 del self._samples[length]
         self._tokens = sorted(self._samples)
         lows = [self._samples[tokens].low for tokens in reversed(self._tokens)]
@@ -139,30 +138,30 @@ class DraftCosts:
     tokens that it has not seen.
 
     The first pass of a round takes longer than those after it: it also reads what the last verification left
-    behind, and wakes up the drafter's threads.
+    behind, and wakes up the drafter's threads. What later passes took is forgotten if there were none for
+    long, as in `ForwardCurve`; a first pass there is in every round.
     """
 
     def __init__(self) -> None:
         self._first: dict[int, _Samples] = {}  # by group of rows
         self._later: dict[int, _Samples] = {}
-        self._num_rounds = 0
+        self._num_rounds: dict[int, int] = {}
         self._catch_ups: deque[tuple[int, int, int, float]] = deque(maxlen=WINDOW)
 
     def add_round(self, rows: int, passes: int, seconds: float) -> None:
         """A step in which `rows` rows got up to `passes` drafts."""
         if passes == 0:
             return
-        self._num_rounds += 1
         group = row_group(rows)
-        first = self._first.setdefault(group, _Samples())
+        number = self._num_rounds[group] = self._num_rounds.get(group, 0) + 1
+        first, later = self._first.setdefault(group, _Samples()), self._later.get(group)
         if passes == 1 or first.count < TRUSTED:
-            first.add(seconds / passes)
+            first.add(seconds / passes, number)
         else:
-            later = max(0.0, seconds - first.low) / (passes - 1)
-            self._later.setdefault(group, _Samples()).add(later, self._num_rounds)
-        for group, samples in list(self._later.items()):
-            if samples.step <= self._num_rounds - FORGET_AFTER:
-                del self._later[group]
+            later = self._later.setdefault(group, _Samples())
+            later.add(max(0.0, seconds - first.low) / (passes - 1), number)
+        if later is not None and later.step <= number - FORGET_AFTER:
+            del self._later[group]
 
     def add_catch_up(self, tokens: int, rows: int, passes: int, seconds: float) -> None:
         """`tokens` tokens that the drafter had not seen, and `passes` passes over `rows` rows after them."""

@@ -66,7 +66,7 @@ class VocabLimits:
         return known.limit
 
 
-def head_share(model: ModelWeights, backend: Capabilities) -> float:
+def head_share_of(model: ModelWeights, backend: Capabilities) -> float:
     """The head's part of the bytes that a pass over one token reads; 0 where a limit saves none of them."""
     if not backend.skips_logits:
         return 0.0
@@ -89,13 +89,15 @@ def best_limit(sample: Sequence[TokenId], vocab_size: int, head_share: float) ->
     Returns:
         A multiple of 1,024, or `NO_VOCAB_LIMIT` if nothing is better than all ids.
     """
+    if not len(sample):
+        return NO_VOCAB_LIMIT
     ids = np.sort(np.asarray(sample, np.int64))
     limits = (ids // _STEP + 1) * _STEP
     shares = np.minimum(limits / vocab_size, 1.0)
     inside = np.searchsorted(ids, limits) + _UNSEEN_TOKENS * shares
     chances = inside / (len(ids) + _UNSEEN_TOKENS)
     worth = chances**3 / (1.0 - head_share * (1.0 - shares))
-    best = int(np.argmax(worth)) if len(ids) else 0
-    if not len(ids) or worth[best] <= 1.0 or limits[best] >= vocab_size:
+    best = int(np.argmax(worth))
+    if worth[best] <= 1.0 or limits[best] >= vocab_size:
         return NO_VOCAB_LIMIT
     return int(limits[best])

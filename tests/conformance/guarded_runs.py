@@ -122,7 +122,8 @@ def _random_batch(rng: np.random.Generator, num_blocks: int, block_size: int) ->
         left -= count
         tokens = [int(token) for token in rng.integers(0, VOCAB_SIZE, stop)]
         rows.append(Row(tokens, stop - count, stop, table, int(rng.integers(1, count + 1))))
-    return make_batch(rows, block_size)
+    batch = make_batch(rows, block_size)
+    return replace(batch, vocab_limit=int(rng.integers(1, VOCAB_SIZE + 9))) if rng.random() < 0.5 else batch
 
 
 def end_of(case: Case, examples: int) -> int:

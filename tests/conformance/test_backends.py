@@ -181,22 +181,23 @@ def test_logits_from_the_vocab_limit_on_are_minus_infinity_and_the_others_keep_t
 ) -> None:
     """A step draws what the reference sampler draws from such logits, whatever penalties and bias name."""
     spec, weights = random_model(ModelShape(vocab_size=71), seed=4)
-    tokens = _tokens(6, 30)
+    tokens, table = _tokens(6, 31), list(range(8))
     seen = {token: (1, token % 3) for token in (0, 5, 36, 37, 70)}
     settings = [
         SampledRow(temperature=0.0, counts=seen, repetition_penalty=1.5, bias={0: 1.0, 70: 50.0}),
         SampledRow(temperature=2.0, seed=3, position=9, top_p=0.9, bias={15: 2.0, 37: 50.0}),
         SampledRow(temperature=0.7, seed=4, position=2, top_k=40, counts=seen, frequency_penalty=0.5),
     ]
-    plain = make_batch([Row(tokens, 0, 30, list(range(8)), num_logits=len(settings))], BLOCK_SIZE)
-    plain = replace(plain, sampling=arrays(settings))
-    batch = replace(plain, vocab_limit=limit)
     with closing(backend.load(spec, weights, geometry(block_size=BLOCK_SIZE))) as model:
-        expected = model.logits(plain)
-        expected[:, limit:] = -np.inf
-        np.testing.assert_array_equal(model.logits(batch), expected)
-        assert not differences(model.step(batch), sample(expected, batch.sampling))
-        np.testing.assert_array_equal(model.logits(plain)[:, :limit], expected[:, :limit])
+        for start, stop, count in ((0, 29, 3), (29, 30, 1), (0, 31, 1)):
+            plain = make_batch([Row(tokens, start, stop, table, num_logits=count)], BLOCK_SIZE)
+            plain = replace(plain, sampling=arrays(settings[:count]))
+            batch = replace(plain, vocab_limit=limit)
+            expected = model.logits(plain)
+            expected[:, limit:] = -np.inf
+            np.testing.assert_array_equal(model.logits(batch), expected)
+            assert not differences(model.step(batch), sample(expected, batch.sampling))
+            np.testing.assert_array_equal(model.logits(plain)[:, :limit], expected[:, :limit])
 
 
 def test_blocks_survive_a_round_trip_through_the_host(pair: tuple[Model, Model]) -> None:

@@ -18,6 +18,7 @@ import pytest
 from mvllm.core.spec.adaptive_length import FIRST_SAVINGS, TRIAL_SHARE, AdaptiveLength
 from mvllm.core.spec.draft_length import DraftDemand, DraftLengthPolicy, FixedLength, SpeculationStep
 from mvllm.core.spec.length_policies import create_policy
+from mvllm.core.spec.step_costs import FORGET_AFTER, DraftCosts
 from mvllm.core.types import RequestId
 from tests.models.speculation_table import TODAY, agreement_by_read, lookup_costs, model_costs
 from tests.models.speculation_world import (
@@ -87,7 +88,7 @@ NARROW = Costs(
 )
 """A draft model that pays little, and not with one draft a round; as measured on an Intel Xeon."""
 
-FAST_READER = replace(NARROW, catch_up=0.00125, first_tokens=64)
+FAST_READER = replace(NARROW, catch_up=0.0008, first_tokens=64)
 BATCHED = replace(MEASURED, forward=batched, draft_pass=lambda rows: 0.02 + 0.004 * rows)
 
 
@@ -218,6 +219,20 @@ def test_what_was_slow_when_it_was_seen_is_tried_again() -> None:
     adaptive = simulate(AdaptiveLength(), [text], costs).rate
     constants = [simulate(FixedLength(length), [text], costs).rate for length in CONSTANTS]
     assert adaptive >= 0.97 * max(constants) > 1.02 * constants[0]
+
+
+def test_what_later_passes_took_is_forgotten_if_there_were_none_for_long() -> None:
+    """With a single row; what is known of eight rows stays."""
+    costs = DraftCosts()
+    for rows in (8, 1):
+        for passes in (1, 1, 3):
+            costs.add_round(rows, passes, 0.010 * passes)
+    costs.add_round(1, 2, 0.090)
+    for _ in range(FORGET_AFTER):
+        assert costs.pass_seconds(1, 1) > 0.009
+        costs.add_round(1, 1, 0.010)
+    assert costs.pass_seconds(8, 1) > 0.0
+    assert set(costs._later) == {8}
 
 
 def test_with_a_free_drafter_it_starts_again_within_a_few_steps() -> None:

@@ -11,15 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba import njit
 
 from mvllm.backends.cpu.backend import CpuBackend
 from mvllm.backends.cpu.model import CpuModel
+from mvllm.backends.cpu.operations import _share_of_columns
+from mvllm.backends.cpu.program import Kind
+from mvllm.backends.cpu.tables import INSTRUCTION, Domain
+from mvllm.backends.cpu.team import WORKER
 from mvllm.core.errors import CapacityError, ConfigError, EngineClosed, InvariantViolation, ModelFileError
-from mvllm.core.load.weights import DenseWeight
+from mvllm.core.load.weights import DenseWeight, QuantizedWeight
+from mvllm.core.model.spec import ModelSpec
 from mvllm.core.sampling.sampler import sample
 from mvllm.core.step import ForwardBatch, SamplingArrays
+from mvllm.core.tensor import ModelWeights
 from mvllm.core.types import BlockId
 from tests.conformance.random_models import ModelShape, Row, geometry, make_batch, random_model
+from tests.cpu_matrices import random_weight
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, 70, 30)]
 TABLE = [7, 2, 5, 1, 0, 9, 4, 3]
@@ -28,7 +36,10 @@ ALL_BLOCKS = [BlockId(block) for block in range(16)]
 
 
 def load(threads: int = 2) -> CpuModel:
-    spec, weights = random_model(ModelShape(), seed=1)
+    return loaded(*random_model(ModelShape(), seed=1), threads=threads)
+
+
+def loaded(spec: ModelSpec, weights: ModelWeights, threads: int = 2) -> CpuModel:
     model = CpuBackend(threads=threads).load(spec, weights, geometry(num_blocks=16, block_size=BLOCK_SIZE))
     assert isinstance(model, CpuModel)
     return model
@@ -102,20 +113,101 @@ def test_outputs_stay_as_they_are_when_the_next_step_runs(model: CpuModel) -> No
     assert np.array_equal(logits, kept)
 
 
-def test_no_bit_depends_on_how_much_of_the_work_each_thread_does() -> None:
-    """Shares as uneven as they come, and others in each call."""
-    batches = [batch_of(0, 1), batch_of(0, 29, num_logits=5), batch_of(0, 30)]
-    with closing(load(threads=1)) as alone:
+def mixed_model() -> tuple[ModelSpec, ModelWeights]:
+    """Gate and up projection are packed in different forms."""
+    spec, weights = random_model(ModelShape(intermediate_size=192), seed=1)
+    rng = np.random.default_rng(2)
+    layers = tuple(replace(layer, up=small_weight("Q8_0", 192, 64, rng)) for layer in weights.layers)
+    return spec, replace(weights, layers=layers)
+
+
+def small_weight(format_name: str, rows: int, inputs: int, rng: np.random.Generator) -> QuantizedWeight:
+    """A random weight whose scales are those of a trained one."""
+    weight = random_weight(format_name, rows, inputs, rng)
+    assert isinstance(weight, QuantizedWeight)
+    blocks = weight.stored.reshape(rows, -1, weight.format.block_bytes)
+    blocks[..., :2] = np.array([1e-3], np.float16).view(np.uint8)
+    return weight
+
+
+@pytest.mark.parametrize("parts", [random_model(ModelShape(), seed=1), mixed_model()], ids=["F32", "mixed"])
+def test_no_bit_depends_on_how_much_of_the_work_each_thread_does(
+    parts: tuple[ModelSpec, ModelWeights],
+) -> None:
+    """X1: shares as uneven as they come, and others in each call."""
+    batches = [batch_of(0, 1), batch_of(0, 9, num_logits=4), batch_of(0, 29, num_logits=5), batch_of(0, 30)]
+    with closing(loaded(*parts, threads=1)) as alone:
         expected = [alone.logits(batch) for batch in batches]
+        drawn = [alone.step(batch).tokens for batch in batches]
     random = np.random.default_rng(5)
-    with closing(load(threads=3)) as model:
+    with closing(loaded(*parts, threads=3)) as model:
         model.logits(batches[0])
         assert model._all is not None and model._all.team._crew is not None
         paces = model._all.team._crew._paces
         for _ in range(20):
-            for batch, logits in zip(batches, expected, strict=True):
+            for batch, logits, tokens in zip(batches, expected, drawn, strict=True):
                 paces[:] = random.choice([0.25, 0.5, 1.0, 4.0], paces.shape)
                 assert np.array_equal(model.logits(batch), logits)
+                assert np.array_equal(model.step(batch).tokens, tokens)
+
+
+@njit
+def shared_out(instruction: Any, worker: Any) -> Any:
+    return _share_of_columns(instruction, worker)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 30])
+def test_products_with_equally_many_columns_are_shared_out_alike(num_tokens: int) -> None:
+    """The planner leaves out barriers between them: one thread's columns of one are its columns of the other,
+    whatever the formats."""
+    with closing(loaded(*mixed_model(), threads=3)) as model:
+        model.logits(batch_of(0, num_tokens))
+        own = model._all
+        assert own is not None and own.team._crew is not None
+        own.team._crew._worker_words.view(WORKER)["share_last"][0] += 5_000  # as uneven as you like
+        own.team._crew._worker_words.view(WORKER)["share_first"][1] += 5_000
+        records, shares = own.linked.table.view(INSTRUCTION), dict[int, set[object]]()
+        for record, step in zip(records, own.linked.program.instructions, strict=True):
+            if step.kind is Kind.LINEAR and step.domain is Domain.TOKENS:
+                instruction = record.__array_interface__["data"][0]
+                workers = own.team._crew._workers
+                parts = [shared_out(instruction, workers + i * WORKER.itemsize) for i in range(3)]
+                assert step.output is not None
+                shares.setdefault(step.output.width, set()).add(tuple(parts))
+        assert 192 in shares
+        assert all(len(found) == 1 for found in shares.values())
+
+
+def test_logits_beyond_the_limit_are_not_computed() -> None:
+    """They keep what another batch left there."""
+    with closing(loaded(*random_model(ModelShape(vocab_size=200), seed=3))) as model:
+        own = model._all
+        assert own is not None
+        logits = own.linked.rows(own.linked.program.logits, 1)
+        model.step(batch_of(0, 1))
+        before = logits.copy()
+        model.step(replace(batch_of(0, 2), vocab_limit=17))
+        changed = np.flatnonzero(logits[0] != before[0])
+        assert 0 < changed.max() < 32  # whole row blocks
+
+
+def test_rows_of_a_batch_with_a_limit_may_not_ask_for_logprobs(model: CpuModel) -> None:
+    batch = batch_of(0, 3)
+    asking = replace(batch.sampling, num_logprobs=ints(2))
+    with pytest.raises(InvariantViolation, match="vocab_limit"):
+        model.step(replace(batch, sampling=asking, vocab_limit=17))
+
+
+def test_outputs_that_nobody_asked_for_are_shared_and_others_are_not(model: CpuModel) -> None:
+    batch = batch_of(0, 3)
+    plain = [model.step(batch) for _ in range(2)]
+    assert plain[0].logprob is plain[1].logprob and not plain[0].logprob.flags.writeable
+    asking = replace(batch, sampling=replace(batch.sampling, target=ints(5)))
+    first = model.step(asking)
+    expected = float(first.target_logprob[0])
+    assert expected < 0.0
+    model.step(replace(asking, sampling=replace(asking.sampling, target=ints(6))))
+    assert first.target_logprob[0] == expected
 
 
 def test_batches_without_logit_rows_only_fill_the_cache(model: CpuModel) -> None:

@@ -328,7 +328,7 @@ class _Shares:
         self._control["kind"] = kind
         self._workers["took_ns"] = took_ns = max(worked_ns)
         waited = took_ns - np.array(worked_ns)
-        self._workers["waited_ns"], self._workers["tries"] = waited // 2, waited - waited // 2
+        self._workers["napped_ns"], self._workers["tries"] = waited // 2, waited - waited // 2
         _learn_paces(self._control.ctypes.data, self._workers.ctypes.data)
 
 
@@ -391,12 +391,13 @@ def test_spinning_until_another_thread_begins_does_not_count() -> None:
     partner.start()
     meet_at(worker.ctypes.data)
     partner.join()
-    assert worker["naps"] == 1 and worker["tries"] == 0
+    assert worker["naps"] == 1 and worker["tries"] == 0 and worker["napped_ns"] == 0
+    assert worker["waited_ns"] > 0
     partner = threading.Timer(0.2, lambda: atomic_add_at(control.ctypes.data + LINE_BYTES))
     partner.start()
     meet_at(worker.ctypes.data)
     partner.join()
-    assert worker["naps"] == 2 and worker["tries"] == 5
+    assert worker["naps"] == 2 and worker["tries"] == 5 and worker["napped_ns"] > 0
 
 
 @njit(nogil=True)

@@ -10,12 +10,15 @@ import pytest
 
 from mvllm import LLM, ConfigError, SamplingParams
 from mvllm.backends.reference.backend import ReferenceBackend
+from mvllm.backends.registry import create_backend
 from mvllm.core.engine.statistics import SpeculationTotals
 from mvllm.core.load.checkpoint import load_checkpoint
 from mvllm.core.model.spec import ModelSpec
 from mvllm.core.request import RequestOutput
 from mvllm.core.spec.draft_length import FixedLength
 from mvllm.core.spec.drafter import Drafter, DraftRow
+from mvllm.core.spec.model_drafter import ModelDrafter
+from mvllm.core.spec.vocab_limit import head_share_of
 from mvllm.core.tensor import KvGeometry, Model, ModelWeights
 from tests.tiny_models import write_tiny_gguf
 
@@ -102,6 +105,18 @@ def test_another_model_changes_no_answer(model: Path, other: Path, expected: lis
     outputs, totals = answers(model, draft_model=other, draft_policy="fixed", draft_length=3)
     check_equal(outputs, expected)
     assert totals is not None and totals.num_proposed > totals.num_accepted
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_draft_model_may_leave_out_ids_where_that_saves_time(model: Path, backend: str) -> None:
+    weights = load_checkpoint(model).weights
+    with LLM(model, draft_model=model, draft_backend=backend) as llm:
+        assert llm.engine._speculator is not None
+        drafter = llm.engine._speculator._drafter
+        assert isinstance(drafter, ModelDrafter)
+        head_share = drafter._config.head_share
+    assert head_share == head_share_of(weights, create_backend(backend).capabilities)
+    assert (head_share > 0.0) == (backend == "cpu")
 
 
 def test_a_small_draft_pool_and_context_change_no_answer(

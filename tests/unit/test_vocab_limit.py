@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.backends.registry import create_backend
-from mvllm.core.spec.vocab_limit import SAMPLE_TOKENS, VocabLimits, best_limit, head_share
+from mvllm.core.spec.vocab_limit import SAMPLE_TOKENS, VocabLimits, best_limit, head_share_of
 from mvllm.core.step import NO_VOCAB_LIMIT
 from mvllm.core.tensor import Capabilities
 from mvllm.core.types import RequestId
@@ -103,6 +103,6 @@ def test_the_heads_share_is_its_part_of_what_one_token_reads(tied: bool) -> None
     _, weights = random_model(ModelShape(tied_head=tied), seed=1)
     layers = sum(w.nbytes for layer in weights.layers for w in vars(layer).values() if w is not None)
     cpu = create_backend("cpu", threads=1).capabilities
-    assert head_share(weights, cpu) == weights.head.nbytes / (weights.head.nbytes + layers)
-    assert head_share(weights, replace(cpu, skips_logits=False)) == 0.0
+    assert head_share_of(weights, cpu) == weights.head.nbytes / (weights.head.nbytes + layers)
+    assert head_share_of(weights, replace(cpu, skips_logits=False)) == 0.0
     assert not Capabilities(row_exact=True, kv_dtypes=("f32",)).skips_logits

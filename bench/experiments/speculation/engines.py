@@ -18,7 +18,7 @@ from mvllm.core.spec.drafter import Drafter
 from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig
 from mvllm.core.spec.ngram_drafter import NgramDrafter
 from mvllm.core.spec.speculation import Speculation
-from mvllm.core.spec.vocab_limit import head_share
+from mvllm.core.spec.vocab_limit import head_share_of
 from mvllm.core.spec.vocabulary import ids_to_mask, token_texts
 from mvllm.core.step import TokensOut
 from mvllm.core.tensor import KvGeometry, Model
@@ -120,7 +120,7 @@ class TargetAndDrafter:
             max_num_seqs=self.config.max_num_seqs,
             vocab_size=spec.vocab_size,
             masked_token_ids=masked,
-            head_share=head_share(draft.weights, self._backend.capabilities),
+            head_share=head_share_of(draft.weights, self._backend.capabilities),
         )
         geometry = self._drafter_config.geometry(self.config.kv_dtype)
         return self._backend.load(spec, draft.weights, geometry)
