@@ -152,8 +152,8 @@ class ForwardBatch:
     logit_rows: NDArray[np.int32]  # [S] indices into tokens, ascending
     sampling: SamplingArrays
     vocab_limit: int = NO_VOCAB_LIMIT
-    """At least 1: logits of ids from it on are -inf and need not be computed. With such a limit no row asks
-    for log-probabilities."""
+    """At least 1: logits of ids from it on are -inf and need not be computed. Rows of such a batch may be
+    refused log-probabilities."""
 
     @property
     def num_tokens(self) -> int:

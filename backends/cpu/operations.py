@@ -135,7 +135,7 @@ def _share_of_columns(instruction: Any, worker: Any) -> Any:
     if rows > 1:  # row blocks that are mostly computed together stay together
         together = TILE_BLOCKS if rows < _MANY_ROWS else _PANEL_BLOCKS
     first, last = share_of(worker, (blocks + together - 1) // together)
-    return first * together, min(last * together, blocks)
+    return min(first * together, blocks), min(last * together, blocks)
 
 
 def _linear(instruction: Any, worker: Any) -> None:

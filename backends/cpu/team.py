@@ -59,7 +59,7 @@ A call is its number times `_CALL_STEP`, plus how many threads it counts on: one
 the one without the other. `arrivals` only grows, so no thread has to reset what another still reads."""
 
 _PER_WORKER = ("thread", "threads", "control", "meetings", "call", "took_ns", "waited_ns", "naps")
-_FOR_SHARES = ("tries", "napped_ns", "share_first", "share_last")
+_FOR_SHARES = ("tries", "napped_ns", "share_first", "share_last", "is_working")
 WORKER = np.dtype(
     {
         "names": [*_PER_WORKER, *_FOR_SHARES, "asleep"],
@@ -73,7 +73,8 @@ call that it saw, how long that took it, how much of this it waited for others b
 the call's barriers it slept.
 
 Then what shares follow from: how often it tried at barriers before it slept, and how long it slept, the first
-barrier and the one at the end of a call left out; and its share of the work (`share_of`).
+barrier and the one at the end of a call left out; its share of the work (`share_of`); and whether it is still
+at the job.
 
 And the flag "asleep" (1: the thread waits on its semaphore or is about to; who changes it back to 0 decides
 whether the semaphore is released)."""
@@ -130,7 +131,9 @@ def meet(worker_address: Any) -> Any:
         napped_ns = now_ns() - since
         worker.waited_ns += napped_ns
         worker.naps += 1
-    if worker.meetings > 1:  # at the first one threads wait for those that have to be woken
+    # At the first one threads wait for those that have to be woken, and what comes before the last one is
+    # often the work of one thread alone (sampling one row): that says nothing of the others' shares.
+    if worker.meetings > 1 and worker.is_working:
         worker.tries += min(tries, spins)
         worker.napped_ns += napped_ns
 
@@ -149,12 +152,10 @@ def _work(worker_address: Any, call: Any) -> Any:
     control = control_at(worker.control)
     worker.threads, worker.meetings = call % _CALL_STEP, 0
     worker.waited_ns, worker.naps, worker.tries, worker.napped_ns = 0, 0, 0, 0
-    started = now_ns()
+    started, worker.is_working = now_ns(), 1
     call_operation(control.job, control.argument, worker_address)
-    # What comes last is often one thread's alone (sampling one row), and says nothing of the others' shares.
-    tries, napped_ns = worker.tries, worker.napped_ns
+    worker.is_working = 0
     meet(worker_address)
-    worker.tries, worker.napped_ns = tries, napped_ns
     worker.took_ns = now_ns() - started
 
 

@@ -14,7 +14,7 @@ from mvllm.core.spec.draft_length import (
     DraftResult,
     SpeculationStep,
 )
-from mvllm.core.spec.step_costs import CLIP, SMALL_CATCH_UP, DraftCosts, ForwardCosts
+from mvllm.core.spec.step_costs import CLIP, SMALL_CATCH_UP, DraftCosts, ForwardCosts, row_group
 from mvllm.core.types import RequestId
 
 DEFAULT_ADAPTIVE_MAX = 16
@@ -83,7 +83,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._rows: dict[RequestId, _Row] = {}
         self._savings = FIRST_SAVINGS  # tokens that trials of all rows may lose now
         self._catching_up = 0.0  # seconds spent for rows that have had no draft since
-        self._since_plain = 0  # steps with drafts since the last one without
+        self._since_plain: dict[int, int] = {}  # by group of rows: steps with drafts since one without
         self._readers: frozenset[RequestId] = frozenset()
 
     # --- decide ------------------------------------------------------------------------------------------
@@ -96,7 +96,8 @@ class AdaptiveLength(DraftLengthPolicy):
                 row.told_to_read = row.is_reading = False
             row.is_reading &= row.num_behind > SMALL_CATCH_UP
         num_rows, self._readers = len(rows), frozenset()
-        if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and self._since_plain < PLAIN_EVERY:
+        since_plain = self._since_plain.get(row_group(num_rows), 0)
+        if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and since_plain < PLAIN_EVERY:
             chosen: dict[RequestId, int] = {}
             # Until it is known what drafts cost, they are tried with one row.
             if self._draft.known and self._forward.curve(num_rows).is_known:
@@ -258,7 +259,9 @@ class AdaptiveLength(DraftLengthPolicy):
         num_drafts = sum([result.proposed for result in step.results])
         if step.num_rows == len(step.results) and step.num_tokens == step.num_rows + num_drafts:
             self._forward.add(step.num_rows, step.num_tokens, step.forward_seconds)
-            self._since_plain = 0 if step.num_tokens == step.num_rows else self._since_plain + 1
+            group = row_group(step.num_rows)
+            is_plain = step.num_tokens == step.num_rows
+            self._since_plain[group] = 0 if is_plain else self._since_plain.get(group, 0) + 1
 
     def _observe_drafts(self, step: SpeculationStep, results: Sequence[DraftResult]) -> None:
         asked = [(self._rows[result.id], result) for result in results if self._rows[result.id].asked > 0]

@@ -138,8 +138,8 @@ class DraftCosts:
     tokens that it has not seen.
 
     The first pass of a round takes longer than those after it: it also reads what the last verification left
-    behind, and wakes up the drafter's threads. What later passes took is forgotten if there were none for
-    long, as in `ForwardCurve`; a first pass there is in every round.
+    behind, and wakes up the drafter's threads. It is measured in rounds of a single pass, later ones in
+    longer rounds; what was not for long is forgotten, as in `ForwardCurve`.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,9 @@ class DraftCosts:
             return
         group = row_group(rows)
         number = self._num_rounds[group] = self._num_rounds.get(group, 0) + 1
-        first, later = self._first.setdefault(group, _Samples()), self._later.get(group)
+        first, later = self._first.get(group), self._later.get(group)
+        if first is None or first.step <= number - FORGET_AFTER:
+            first = self._first[group] = _Samples()
         if passes == 1 or first.count < TRUSTED:
             first.add(seconds / passes, number)
         else:
@@ -174,7 +176,8 @@ class DraftCosts:
     def pass_seconds(self, rows: int, place: int) -> float:
         """Of pass number `place`, from 0, of a round over `rows` rows: as measured for the number of rows
         nearest to it; 0 if nothing is known."""
-        if place > 0 and self._later:
+        group = row_group(rows)
+        if place > 0 and self._later and (group in self._later or group not in self._first):
             return _nearest(self._later, rows).hoped
         share = LATER_SHARE if place > 0 else 1.0
         return share * _nearest(self._first, rows).hoped if self._first else 0.0

@@ -10,15 +10,22 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from mvllm.core.spec.adaptive_length import FIRST_SAVINGS, TRIAL_SHARE, AdaptiveLength
-from mvllm.core.spec.draft_length import DraftDemand, DraftLengthPolicy, FixedLength, SpeculationStep
+from mvllm.core.spec.adaptive_length import FIRST_SAVINGS, PLAIN_EVERY, TRIAL_SHARE, AdaptiveLength
+from mvllm.core.spec.draft_length import (
+    DraftDemand,
+    DraftLengthPolicy,
+    DraftResult,
+    FixedLength,
+    SpeculationStep,
+)
 from mvllm.core.spec.length_policies import create_policy
-from mvllm.core.spec.step_costs import FORGET_AFTER, DraftCosts
+from mvllm.core.spec.step_costs import FORGET_AFTER, LATER_SHARE, DraftCosts
 from mvllm.core.types import RequestId
 from tests.models.speculation_table import TODAY, agreement_by_read, lookup_costs, model_costs
 from tests.models.speculation_world import (
@@ -231,8 +238,37 @@ def test_what_later_passes_took_is_forgotten_if_there_were_none_for_long() -> No
     for _ in range(FORGET_AFTER):
         assert costs.pass_seconds(1, 1) > 0.009
         costs.add_round(1, 1, 0.010)
+    assert costs.pass_seconds(1, 1) == LATER_SHARE * costs.pass_seconds(1, 0)
     assert costs.pass_seconds(8, 1) > 0.0
     assert set(costs._later) == {8}
+
+
+def test_what_first_passes_took_is_forgotten_if_no_round_had_a_single_one_for_long() -> None:
+    costs = DraftCosts()
+    for _ in range(4):
+        costs.add_round(1, 1, 0.040)
+    for _ in range(FORGET_AFTER + 4):
+        costs.add_round(1, 2, 0.022)
+    assert costs.pass_seconds(1, 0) < 0.012
+
+
+def test_every_group_of_rows_has_its_steps_without_drafts() -> None:
+    """So have two rows that always draft, though steps with three rows are plain all the time."""
+    policy, lengths = AdaptiveLength(), []
+    for number in range(600):
+        rows = 2 + number % 2
+        demands = [DraftDemand(RequestId(str(row)), 100 + number, 8 * (rows == 2)) for row in range(rows)]
+        drafts = policy.lengths(demands)
+        if rows == 2:
+            lengths.append(drafts)
+        tokens = rows + sum(drafts)
+        results = tuple(DraftResult(demand.id, n, n) for demand, n in zip(demands, drafts, strict=True))
+        seconds = (0.002 * max(drafts), 0.03 + 0.001 * tokens)
+        policy.observe(SpeculationStep(results, rows, tokens, 0, 300, *seconds))
+    plain = [index for index, drafts in enumerate(lengths) if not any(drafts)]
+    assert sum(map(any, lengths)) > 200
+    assert plain[-1] > len(lengths) - PLAIN_EVERY - 2
+    assert max(after - before for before, after in pairwise(plain)) <= PLAIN_EVERY + 1
 
 
 def test_with_a_free_drafter_it_starts_again_within_a_few_steps() -> None:

@@ -20,6 +20,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu.atomics import atomic_add
+from mvllm.backends.cpu.clock import now_ns
 from mvllm.backends.cpu.jit import native_function
 from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import i64_at
@@ -386,7 +387,7 @@ def test_spinning_until_another_thread_begins_does_not_count() -> None:
     """At its first barrier a thread may wait for one that has to be woken; that says nothing of its pace."""
     control, worker = np.zeros(1, CONTROL), np.zeros(1, WORKER)
     control["spins"] = 5
-    worker["control"], worker["threads"] = control.ctypes.data, 2
+    worker["control"], worker["threads"], worker["is_working"] = control.ctypes.data, 2, 1
     partner = threading.Timer(0.2, lambda: atomic_add_at(control.ctypes.data + LINE_BYTES))
     partner.start()
     meet_at(worker.ctypes.data)
@@ -398,6 +399,28 @@ def test_spinning_until_another_thread_begins_does_not_count() -> None:
     meet_at(worker.ctypes.data)
     partner.join()
     assert worker["naps"] == 2 and worker["tries"] == 5 and worker["napped_ns"] > 0
+
+
+def _end_alone(argument: Any, worker: Any) -> None:
+    """All meet twice, then thread 0 works for some milliseconds."""
+    meet(worker)
+    meet(worker)
+    if worker_at(worker).thread == 0:
+        started = now_ns()
+        while now_ns() - started < 5_000_000:
+            atomic_add(argument, 1)
+
+
+def test_waiting_at_the_end_of_a_call_does_not_count() -> None:
+    function = native_function("void(int64, int64)", _end_alone)
+    with closing(Team(2, function.address)) as team:
+        for _ in range(3):
+            team.run(words().ctypes.data)
+        assert team._crew is not None
+        waiting = team._crew._worker_words.view(WORKER)[1]
+        wait_until(lambda: waiting["waited_ns"] > 1_000_000)
+        assert waiting["napped_ns"] < 1_000_000
+        assert abs(team._crew._paces[0, 0] - 1.0) < 0.1
 
 
 @njit(nogil=True)
