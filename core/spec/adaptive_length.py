@@ -24,6 +24,7 @@ MAX_SAVINGS = 16.0  # tokens
 HOPE = 0.85  # chance of acceptance at which drafting has to pay for a trial to make sense
 FIRST_TRIAL = 2  # drafts, as long as nothing is known of the drafter's cost
 MAX_TRIAL = 4  # drafts
+LARGEST_GROWTH = 8  # times the drafts of the largest step that was measured
 PLAIN_EVERY = 128  # steps between measurements of a step without drafts
 CATCH_UP_ROUNDS = 64  # rounds of drafting over which the cost of catching up has to come back
 PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
@@ -102,7 +103,7 @@ class AdaptiveLength(DraftLengthPolicy):
             # Until it is known what drafts cost, they are tried with one row.
             if self._draft.known and self._forward.curve(num_rows).is_known:
                 chances = [self._acceptance.survival(demand.id, self._cap(demand)) for demand in rows]
-                chosen = self._best(rows, chances, num_rows)
+                chosen, _ = self._plan(rows, chances, num_rows, self._most_drafts())
                 self._readers = self._choose_reader([row for row in rows if row.id in chosen], num_rows)
             for demand in rows:
                 row = self._rows[demand.id]
@@ -145,6 +146,11 @@ class AdaptiveLength(DraftLengthPolicy):
         """Chances of survival if each draft has this one."""
         return list(accumulate([chance] * self._cap(demand), mul))
 
+    def _most_drafts(self) -> int:
+        """Of a step, all rows together: not many times more than any had that was measured, for nobody knows
+        what they cost, and a few samples may say that they are free."""
+        return FIRST_TRIAL + LARGEST_GROWTH * self._forward.most_drafts()
+
     def _cap(self, demand: DraftDemand) -> int:
         return min(self._max_length, demand.limit)
 
@@ -155,7 +161,11 @@ class AdaptiveLength(DraftLengthPolicy):
         return self._plan(candidates, chances, num_rows)[0]
 
     def _plan(
-        self, candidates: Sequence[DraftDemand], chances: Sequence[Sequence[float]], num_rows: int
+        self,
+        candidates: Sequence[DraftDemand],
+        chances: Sequence[Sequence[float]],
+        num_rows: int,
+        most_drafts: int | None = None,
     ) -> tuple[dict[RequestId, int], float]:
         """Lengths above 0 of the candidates in a step of `num_rows` decoding rows, and the tokens per second
         that are expected of it; if there are none, those that drafting would have to give.
@@ -165,6 +175,7 @@ class AdaptiveLength(DraftLengthPolicy):
 
         Args:
             chances: for each candidate, those that its first 1, 2, ... drafts are all accepted.
+            most_drafts: of all candidates together; None: as many as pay.
         """
         offers = [
             (-chance, index, place)
@@ -182,7 +193,7 @@ class AdaptiveLength(DraftLengthPolicy):
         least_gain = 1.0 + LEAST_GAIN * len(candidates) / num_rows
         best_rate, best_count = least_gain * expected / forward.seconds(num_rows), 0
         depths = [0] * self._max_length  # rows that draft at each place
-        for count, (chance, index, place) in enumerate(offers):
+        for count, (chance, index, place) in enumerate(offers[:most_drafts]):
             row = self._rows[candidates[index].id]
             depth = depths[place] = depths[place] + 1
             table = passes[min(place, 1)]

@@ -93,6 +93,11 @@ class ForwardCurve:
         rise = self._seconds[index] - self._seconds[index - 1]
         return self._seconds[index - 1] + distance / width * rise
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest step seen; 0 if none was."""
+        return self._tokens[-1] if self._tokens else 0
+
     def _slope(self) -> float:
         """Seconds per token beyond the longest step seen."""
         if len(self._tokens) == 1:
@@ -127,6 +132,10 @@ class ForwardCosts:
     def curve(self, rows: int) -> ForwardCurve:
         """For steps with `rows` rows."""
         return self._curves.get(row_group(rows), _UNKNOWN)
+
+    def most_drafts(self) -> int:
+        """Of the steps that are remembered."""
+        return max([0, *[curve.longest - group for group, curve in self._curves.items()]])
 
     def seconds(self, rows: int, tokens: float) -> float:
         """Of a step with `rows` rows and `tokens` tokens in all; 0 if no step like it was seen."""

@@ -16,7 +16,15 @@ from unittest import mock
 
 import pytest
 
-from mvllm.core.spec.adaptive_length import FIRST_SAVINGS, PLAIN_EVERY, TRIAL_SHARE, AdaptiveLength
+from mvllm.core.spec.adaptive_length import (
+    FIRST_SAVINGS,
+    FIRST_TRIAL,
+    LARGEST_GROWTH,
+    MAX_TRIAL,
+    PLAIN_EVERY,
+    TRIAL_SHARE,
+    AdaptiveLength,
+)
 from mvllm.core.spec.draft_length import (
     DraftDemand,
     DraftLengthPolicy,
@@ -269,6 +277,24 @@ def test_every_group_of_rows_has_its_steps_without_drafts() -> None:
     assert sum(map(any, lengths)) > 200
     assert plain[-1] > len(lengths) - PLAIN_EVERY - 2
     assert max(after - before for before, after in pairwise(plain)) <= PLAIN_EVERY + 1
+
+
+@pytest.mark.parametrize("seed", [2, 5, 7])
+def test_a_few_lucky_measurements_do_not_fill_a_step_with_drafts(seed: int) -> None:
+    """Sixteen rows whose drafts cost half a step each and are never right, where measurements say little."""
+    costs = Costs(
+        lambda rows, tokens: 1.0 + 0.05 * (rows - 1) + 0.5 * (tokens - rows),
+        lambda rows: 0.1 + 0.002 * rows,
+        catch_up=0.001,
+        first_tokens=64,
+        noise=0.2,
+        disturbed=0.1,
+    )
+    texts = [even_text(200, 0.0, row) for row in range(16)]
+    run = simulate(AdaptiveLength(), texts, costs, seed=seed)
+    most = FIRST_TRIAL * (1 + LARGEST_GROWTH)
+    assert max(map(sum, run.lengths)) <= most + MAX_TRIAL, "beside them one more row may be tried"
+    assert run.seconds <= 1.06 * 200 * costs.forward(16, 16)
 
 
 def test_with_a_free_drafter_it_starts_again_within_a_few_steps() -> None:
