@@ -20,7 +20,6 @@ from numba import njit
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu.atomics import atomic_add
-from mvllm.backends.cpu.clock import now_ns
 from mvllm.backends.cpu.jit import native_function
 from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import i64_at
@@ -401,26 +400,30 @@ def test_spinning_until_another_thread_begins_does_not_count() -> None:
     assert worker["naps"] == 2 and worker["tries"] == 5 and worker["napped_ns"] > 0
 
 
-def _end_alone(argument: Any, worker: Any) -> None:
-    """All meet twice, then thread 0 works for some milliseconds."""
+def _note_work(argument: Any, worker: Any) -> None:
     meet(worker)
-    meet(worker)
-    if worker_at(worker).thread == 0:
-        started = now_ns()
-        while now_ns() - started < 5_000_000:
-            atomic_add(argument, 1)
+    i64_at(argument)[worker_at(worker).thread] = worker_at(worker).is_working
 
 
 def test_waiting_at_the_end_of_a_call_does_not_count() -> None:
-    function = native_function("void(int64, int64)", _end_alone)
+    """There a thread waits for one that had something to do by itself. It is no longer at the job then."""
+    function = native_function("void(int64, int64)", _note_work)
     with closing(Team(2, function.address)) as team:
-        for _ in range(3):
-            team.run(words().ctypes.data)
+        seen = words()
+        team.run(seen.ctypes.data)
+        assert seen[:2].tolist() == [1, 1]
         assert team._crew is not None
-        waiting = team._crew._worker_words.view(WORKER)[1]
-        wait_until(lambda: waiting["waited_ns"] > 1_000_000)
-        assert waiting["napped_ns"] < 1_000_000
-        assert abs(team._crew._paces[0, 0] - 1.0) < 0.1
+        assert team._crew._worker_words.view(WORKER)["is_working"].tolist() == [0, 0]
+    control, worker = np.zeros(1, CONTROL), np.zeros(1, WORKER)
+    control["spins"] = 5
+    worker["control"], worker["threads"], worker["meetings"] = control.ctypes.data, 2, 1
+    partner = threading.Timer(
+        0.2, lambda: [atomic_add_at(control.ctypes.data + LINE_BYTES) for _ in range(3)]
+    )
+    partner.start()
+    meet_at(worker.ctypes.data)
+    partner.join()
+    assert worker["naps"] == 1 and worker["tries"] == 0 and worker["napped_ns"] == 0
 
 
 @njit(nogil=True)
