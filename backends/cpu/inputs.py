@@ -110,7 +110,7 @@ class StepInputs:
         ]
         self.regime = regime_of(num_tokens, num_logit_rows)
         _BATCH.pack_into(
-            self._memory,
+            self._memory.data,
             0,
             num_tokens,
             len(batch.context_lens),

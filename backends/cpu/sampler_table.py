@@ -155,7 +155,7 @@ def pack_parameters(
     numbers_after = output.top_tokens.shape[1], scratch, scratch_stride
     sampled = (inputs or Addresses(SamplingArrays)).of(sampling)
     written = (outputs or Addresses(StepOutput)).of(output)
-    _TABLE.pack_into(table, 0, *numbers_before, *sampled, *written, *numbers_after)
+    _TABLE.pack_into(table.data, 0, *numbers_before, *sampled, *written, *numbers_after)
 
 
 def _address(name: str, dtype: np.dtype[Any], array: NDArray[Any]) -> int:

@@ -267,7 +267,7 @@ def _share_out(control_address: Any, workers: Any, threads: Any) -> Any:
     first, before = 0, 0.0
     for thread in range(threads):
         before += paces[thread]
-        last = _SHARE_UNITS if thread == threads - 1 else np.int64(before / total * _SHARE_UNITS)
+        last: Any = _SHARE_UNITS if thread == threads - 1 else np.int64(before / total * _SHARE_UNITS)
         worker = worker_at(workers + thread * _WORKER_BYTES)
         worker.share_first, worker.share_last = first, last
         first = last

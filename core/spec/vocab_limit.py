@@ -73,7 +73,8 @@ def head_share_of(model: ModelWeights, backend: Capabilities) -> float:
     layers = sum(
         weight.nbytes for layer in model.layers for weight in vars(layer).values() if weight is not None
     )
-    return model.head.nbytes / (model.head.nbytes + layers)
+    share: float = model.head.nbytes / (model.head.nbytes + layers)
+    return share
 
 
 def best_limit(sample: Sequence[TokenId], vocab_size: int, head_share: float) -> int:
