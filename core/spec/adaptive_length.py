@@ -185,6 +185,7 @@ class AdaptiveLength(DraftLengthPolicy):
         ]
         if len(candidates) > 1:
             offers.sort()
+        offers = offers[:most_drafts]
         forward = self._forward.curve(num_rows)
         # A round's first pass, and one of those after it.
         passes = [self._draft.pass_table(len(candidates), place) for place in (0, 1)]
@@ -193,7 +194,7 @@ class AdaptiveLength(DraftLengthPolicy):
         least_gain = 1.0 + LEAST_GAIN * len(candidates) / num_rows
         best_rate, best_count = least_gain * expected / forward.seconds(num_rows), 0
         depths = [0] * self._max_length  # rows that draft at each place
-        for count, (chance, index, place) in enumerate(offers[:most_drafts]):
+        for count, (chance, index, place) in enumerate(offers):
             row = self._rows[candidates[index].id]
             depth = depths[place] = depths[place] + 1
             table = passes[min(place, 1)]

@@ -1,6 +1,6 @@
 """Which token ids a draft model chooses among: without rare ones a small model's pass takes much less time.
 
-Of a small model with a large vocabulary the head is a good part (38 % of what a pass of a 0.5B Qwen reads),
+Of a small model with a large vocabulary the head is a good part (37 % of what a pass of a 0.5B Qwen reads),
 and most of its rows stand for tokens that the text at hand never uses. Vocabularies of merged tokens are
 ordered by frequency, so a beginning of the head serves nearly as well as the whole. How long it must be
 depends on the text, for the words of one language may lie far behind those of another: the text itself is
