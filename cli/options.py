@@ -164,9 +164,10 @@ speculation_options = _apply(
     [
         click.option(
             "--drafter",
-            type=click.Choice(["ngram", "model"]),
-            help="Draft tokens for the model to verify: looked up in the text, or by --draft-model. "
-            "Changes speed, never the answer.",
+            type=click.Choice(["ngram", "model", "ngram+model"]),
+            help="Draft tokens for the model to verify: looked up in the text, by --draft-model, or looked "
+            "up where the text repeats itself and else by the draft model. Changes speed, never the answer.  "
+            "[default: ngram+model with --draft-model, else none]",
         ),
         click.option(
             "--draft-model", metavar="MODEL", help="A smaller model of the same family to draft with."

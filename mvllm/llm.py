@@ -121,8 +121,9 @@ class LLM:
         trace: file to write a trace to, with every step, its stages and the instructions of the backend, for
             Chrome, Perfetto and `mvllm profile` (docs/trace.md). It is complete once the LLM is closed.
         draft_model: a smaller model of the same family, named like `model`, that drafts tokens for it.
-        drafter: "ngram" looks drafts up in prompt and output, "model" asks `draft_model` (which says so
-            alone), or a `Drafter` object of your own, closed with the LLM. Drafting changes speed, never the
+        drafter: "ngram" looks drafts up in prompt and output, "model" asks `draft_model`, "ngram+model"
+            (default with a `draft_model`) looks them up where the text repeats itself and else asks the
+            model; or a `Drafter` object of your own, closed with the LLM. Drafting changes speed, never the
             tokens (docs/speculation.md).
         draft_length: most tokens drafted at a time; with the policy "fixed", always so many.
         draft_policy: "adaptive" (default: drafts only as far as it pays), "fixed", "acceptance-rate",

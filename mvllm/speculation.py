@@ -12,6 +12,7 @@ from mvllm.core.load.contents import Checkpoint
 from mvllm.core.spec.draft_length import DraftLengthPolicy
 from mvllm.core.spec.drafter import Drafter
 from mvllm.core.spec.length_policies import DEFAULT_POLICY, create_policy
+from mvllm.core.spec.lookup_first import LookupFirst
 from mvllm.core.spec.model_drafter import (
     DEFAULT_FIRST_TOKENS,
     ModelDrafter,
@@ -25,7 +26,7 @@ from mvllm.core.spec.vocabulary import ids_to_mask, token_texts
 from mvllm.core.tensor import Backend
 from mvllm.core.types import TokenId
 
-DrafterName = Literal["ngram", "model"]
+DrafterName = Literal["ngram", "model", "ngram+model"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,20 @@ class DraftSettings:
     draft_kv_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.drafter, Drafter) and self.drafter not in (None, "ngram", "model"):
-            raise ConfigError(f"drafter must be 'ngram', 'model' or a Drafter, got {shown(self.drafter)}")
-        if self.draft_model is not None and self.drafter not in (None, "model"):
-            raise ConfigError("give a draft model or another drafter, not both")
-        if self.drafter == "model" and self.draft_model is None:
-            raise ConfigError("drafter 'model' needs draft_model (--draft-model), the model to draft with")
+        with_model = ("model", "ngram+model")
+        if not isinstance(self.drafter, Drafter) and self.drafter not in (None, "ngram", *with_model):
+            raise ConfigError(
+                f"drafter must be 'ngram', 'model', 'ngram+model' or a Drafter, got {shown(self.drafter)}"
+            )
+        if self.draft_model is not None and self.drafter not in (None, *with_model):
+            raise ConfigError(
+                "give a draft model or another drafter, not both; for n-gram lookup with a draft model say "
+                "'ngram+model', or nothing"
+            )
+        if self.drafter in with_model and self.draft_model is None:
+            raise ConfigError(
+                f"drafter '{self.drafter}' needs draft_model (--draft-model), the model to draft with"
+            )
         self._check_needs()
         for name, least in (("draft_length", 1), ("draft_context", 2), ("draft_kv_cache_bytes", 1)):
             value = getattr(self, name)
@@ -98,7 +107,13 @@ class DraftSettings:
         """
         if not self.wanted:
             return None
-        drafter = NgramDrafter() if self.drafter == "ngram" else model_drafter or self.drafter
+        drafter = self.drafter
+        if drafter == "ngram":
+            drafter = NgramDrafter()
+        elif drafter == "model":
+            drafter = model_drafter
+        elif model_drafter is not None:
+            drafter = LookupFirst(NgramDrafter(), model_drafter)
         assert isinstance(drafter, Drafter)
         return Speculation(drafter, self.policy())
 

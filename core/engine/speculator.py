@@ -76,9 +76,10 @@ class Speculator:
         if not decoding or self._switched_off is not None:
             return self._asked
         with self._contained(self._drafter):
+            at_hand = [self._drafter.num_at_hand(state.id, state.token_ids) for state in decoding]
             limits = [self._limit(state) for state in decoding]
             with self._contained(self._policy):
-                lengths = self._lengths(decoding, limits)
+                lengths = self._lengths(decoding, limits, at_hand)
                 self._readers = frozenset(self._policy.readers())
                 self._asked = {
                     state.id: min(length, limit)
@@ -214,7 +215,9 @@ class Speculator:
         """Drafts beyond these could not become output, for the target adds a token of its own."""
         return min(self._max_step_drafts, state.request.total_limit - 1 - len(state.token_ids))
 
-    def _lengths(self, decoding: Sequence[RequestState], limits: Sequence[int]) -> list[int]:
+    def _lengths(
+        self, decoding: Sequence[RequestState], limits: Sequence[int], at_hand: Sequence[int]
+    ) -> list[int]:
         """The policy's answer for each row; raises if it is none."""
         demands = [
             # A drafter that can give nothing yet has to be asked in order to catch up.
@@ -226,8 +229,9 @@ class Speculator:
                 num_unread=self._drafter.num_unread(state.id, len(state.token_ids)),
                 num_output=state.num_output_tokens,
                 num_left=state.request.total_limit - len(state.token_ids),
+                num_at_hand=num_at_hand,
             )
-            for state, limit in zip(decoding, limits, strict=True)
+            for state, limit, num_at_hand in zip(decoding, limits, at_hand, strict=True)
         ]
         lengths = [index(length) for length in self._policy.lengths(demands)]
         if len(lengths) != len(demands):

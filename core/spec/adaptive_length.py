@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from operator import mul
 
@@ -43,11 +43,14 @@ class _Row:
     """What the policy keeps of a request."""
 
     num_behind: int = 0  # tokens the drafter has to read before it can draft
+    has_drafts: bool = False  # at hand, in the step under way
     asked: int = 0  # drafts allowed in the step under way
-    earned: float = 0.0  # tokens that its drafts have brought beyond their cost, and may lose again
+    # Tokens that drafts have brought beyond their cost, and may lose again; by whether these were at hand.
+    earned: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((False, True), 0.0))
     num_accepted: int = 0  # drafts so far
     num_rounds: int = 0  # with drafts, so far
     num_right: int = 0  # of them, those whose first draft was accepted
+    num_new: int = 0  # output tokens of steps without drafts at hand
     told_to_read: bool = False  # all of its tokens; at most once
     is_reading: bool = False  # the drafter is on its way through them
     proposing: float = 1.0  # share of rounds in which the drafter used the permission
@@ -78,11 +81,12 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def __init__(self, max_length: int = DEFAULT_ADAPTIVE_MAX) -> None:
         self._max_length = max_length
-        self._acceptance = AcceptanceModel()
+        # By whether a row has drafts at hand: to draft what is copied and what is new are two things.
+        self._acceptance = {has_drafts: AcceptanceModel() for has_drafts in (False, True)}
+        self._savings = dict.fromkeys((False, True), FIRST_SAVINGS)  # tokens that trials may lose now
         self._forward = ForwardCosts()
         self._draft = DraftCosts()
         self._rows: dict[RequestId, _Row] = {}
-        self._savings = FIRST_SAVINGS  # tokens that trials of all rows may lose now
         self._catching_up = 0.0  # seconds spent for rows that have had no draft since
         self._since_plain: dict[int, int] = {}  # by group of rows: steps with drafts since one without
         self._readers: frozenset[RequestId] = frozenset()
@@ -92,7 +96,7 @@ class AdaptiveLength(DraftLengthPolicy):
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
         for demand in rows:
             row = self._rows.setdefault(demand.id, _Row())
-            row.num_behind, row.asked = demand.num_behind, 0
+            row.num_behind, row.has_drafts, row.asked = demand.num_behind, demand.num_at_hand > 0, 0
             if row.is_reading and demand.num_unread > 0:  # the drafter could not begin then
                 row.told_to_read = row.is_reading = False
             row.is_reading &= row.num_behind > SMALL_CATCH_UP
@@ -101,9 +105,10 @@ class AdaptiveLength(DraftLengthPolicy):
         if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and since_plain < PLAIN_EVERY:
             chosen: dict[RequestId, int] = {}
             # Until it is known what drafts cost, they are tried with one row.
-            if self._draft.known and self._forward.curve(num_rows).is_known:
-                chances = [self._acceptance.survival(demand.id, self._cap(demand)) for demand in rows]
-                chosen, _ = self._plan(rows, chances, num_rows, self._most_drafts())
+            if self._forward.curve(num_rows).is_known:
+                known = [demand for demand in rows if self._draft.known or demand.num_at_hand > 0]
+                chances = [self._survival(demand) for demand in known]
+                chosen, _ = self._plan(known, chances, num_rows, self._most_drafts())
                 self._readers = self._choose_reader([row for row in rows if row.id in chosen], num_rows)
             for demand in rows:
                 row = self._rows[demand.id]
@@ -132,15 +137,20 @@ class AdaptiveLength(DraftLengthPolicy):
         """Whether the drafter should read all of a row's tokens, what it has read once more."""
         row, catch_up = self._rows[demand.id], self._draft.catch_up_seconds()
         is_good = row.num_accepted >= LEAST_ACCEPTED and row.num_right >= LEAST_RIGHT * row.num_rounds
-        if demand.num_unread == 0 or row.told_to_read or not is_good or catch_up <= 0.0:
+        may_read = demand.num_unread > 0 and not row.told_to_read and not row.has_drafts
+        if not may_read or not is_good or catch_up <= 0.0:
             return False
-        to_come = num_rows * min(demand.num_left, READ_HORIZON * demand.num_output)
-        present = self._acceptance.survival(demand.id, self._cap(demand))
+        to_come: float = num_rows * min(demand.num_left, READ_HORIZON * demand.num_output)
+        to_come *= min(1.0, row.num_new / max(demand.num_output, 1))  # the rest is copied, as so far
+        present = self._survival(demand)
         # A good minute says little of the whole text that is to come.
         right = min(present[0], row.num_right / row.num_rounds)
         chances = (present, self._hope(demand, right + READ_HOPE * (1.0 - right)))
         now, hoped = [to_come / self._plan([demand], [each], num_rows)[1] for each in chances]
         return catch_up * demand.num_tokens <= READ_SHARE * (now - hoped)
+
+    def _survival(self, demand: DraftDemand) -> list[float]:
+        return self._acceptance[demand.num_at_hand > 0].survival(demand.id, self._cap(demand))
 
     def _hope(self, demand: DraftDemand, chance: float) -> list[float]:
         """Chances of survival if each draft has this one."""
@@ -196,13 +206,15 @@ class AdaptiveLength(DraftLengthPolicy):
         depths = [0] * self._max_length  # rows that draft at each place
         for count, (chance, index, place) in enumerate(offers):
             row = self._rows[candidates[index].id]
-            depth = depths[place] = depths[place] + 1
-            table = passes[min(place, 1)]
-            draft_seconds += table[depth] - table[depth - 1]
-            if place == 0:
-                draft_seconds += catch_up * row.num_behind / CATCH_UP_ROUNDS
-            tokens += row.proposing
-            expected -= chance * row.proposing
+            if not row.has_drafts:
+                depth = depths[place] = depths[place] + 1
+                table = passes[min(place, 1)]
+                draft_seconds += table[depth] - table[depth - 1]
+                if place == 0:
+                    draft_seconds += catch_up * row.num_behind / CATCH_UP_ROUNDS
+            comes = 1.0 if row.has_drafts else row.proposing
+            tokens += comes
+            expected -= chance * comes
             seconds = forward.seconds(tokens) + draft_seconds
             if expected / seconds > best_rate:
                 best_rate, best_count = expected / seconds, count + 1
@@ -223,6 +235,10 @@ class AdaptiveLength(DraftLengthPolicy):
         if self._forward.curve(num_rows).is_known and not self._best([uncertain], [hope], num_rows):
             return {}
         without = self._forward.seconds(num_rows, num_tokens)
+        if uncertain.num_at_hand > 0:
+            length = min(MAX_TRIAL, self._cap(uncertain))
+            forward = self._forward.seconds(num_rows, num_tokens + length) - without
+            return {uncertain.id: length} if self._is_affordable(uncertain, forward, num_rows) else {}
         catch_up = self._draft.catch_up_seconds() * uncertain.num_behind
         each = self._draft.pass_seconds(1, 1) + self._forward.seconds(num_rows, num_tokens + 1) - without
         # A row that was expensive to catch up should tell more than one outcome, a new drafter more than
@@ -233,8 +249,12 @@ class AdaptiveLength(DraftLengthPolicy):
         length = min(length, MAX_TRIAL, self._cap(uncertain))
         forward = self._forward.seconds(num_rows, num_tokens + length) - without
         seconds = catch_up + self._draft.round_seconds(1, length) + forward
-        affordable = self._in_tokens(seconds, num_rows) <= self._savings + self._rows[uncertain.id].earned
-        return {uncertain.id: length} if affordable else {}
+        return {uncertain.id: length} if self._is_affordable(uncertain, seconds, num_rows) else {}
+
+    def _is_affordable(self, demand: DraftDemand, seconds: float, num_rows: int) -> bool:
+        has_drafts = demand.num_at_hand > 0
+        available = self._savings[has_drafts] + self._rows[demand.id].earned[has_drafts]
+        return self._in_tokens(seconds, num_rows) <= available
 
     def _in_tokens(self, seconds: float, num_rows: int) -> float:
         """Tokens that steps without drafts give in so many seconds. Such a step was measured."""
@@ -245,7 +265,7 @@ class AdaptiveLength(DraftLengthPolicy):
         proposing = self._rows[demand.id].proposing
         if not self._draft.known:
             return -demand.num_behind, proposing  # the same row twice shows a pass by itself
-        return self._acceptance.variance(demand.id) * proposing, proposing
+        return self._acceptance[demand.num_at_hand > 0].variance(demand.id) * proposing, proposing
 
     # --- learn -------------------------------------------------------------------------------------------
 
@@ -254,9 +274,13 @@ class AdaptiveLength(DraftLengthPolicy):
         self._observe_forward(step)
         self._observe_drafts(step, results)
         self._account(step, results)
-        self._acceptance.observe(results)
+        for has_drafts, acceptance in self._acceptance.items():
+            acceptance.observe([one for one in results if self._rows[one.id].has_drafts == has_drafts])
         for result in results:
             row = self._rows[result.id]
+            if row.has_drafts:
+                continue
+            row.num_new += 1 + result.accepted
             row.num_accepted += result.accepted
             row.num_rounds += result.proposed > 0
             row.num_right += result.accepted > 0
@@ -276,7 +300,8 @@ class AdaptiveLength(DraftLengthPolicy):
             self._since_plain[group] = 0 if is_plain else self._since_plain.get(group, 0) + 1
 
     def _observe_drafts(self, step: SpeculationStep, results: Sequence[DraftResult]) -> None:
-        asked = [(self._rows[result.id], result) for result in results if self._rows[result.id].asked > 0]
+        rows = [(self._rows[result.id], result) for result in results]
+        asked = [(row, result) for row, result in rows if row.asked > 0 and not row.has_drafts]
         if not asked or any(row.is_reading for row, _ in asked):
             return  # reading is not told apart from drafting
         passes = max([result.proposed for _, result in asked])
@@ -298,19 +323,27 @@ class AdaptiveLength(DraftLengthPolicy):
         plain = self._forward.seconds(num_rows, num_rows)
         if plain <= 0.0:
             return
-        self._savings = min(self._savings + TRIAL_SHARE * num_rows, MAX_SAVINGS)
+        for result in results:
+            self._save(result, TRIAL_SHARE)
         # What reading takes was weighed beforehand.
         rows = [(result, self._rows[result.id]) for result in results]
         asked = [result for result, row in rows if row.asked > 0 and not row.is_reading]
         num_drafts = sum([result.proposed for result in asked])
         forward = self._forward.seconds(num_rows, num_rows + num_drafts) - plain
-        drafting = self._drafting_seconds(step, asked) / max(len(asked), 1)
+        working = [result for result in asked if not self._rows[result.id].has_drafts]
+        drafting = self._drafting_seconds(step, working) / max(len(working), 1)
         for result in asked:
-            seconds = drafting + forward * result.proposed / max(num_drafts, 1)
             row = self._rows[result.id]
-            row.earned += result.accepted - self._in_tokens(seconds, num_rows)
-            self._savings += min(row.earned, 0.0)
-            row.earned = min(max(row.earned, 0.0), MAX_SAVINGS)
+            seconds = forward * result.proposed / max(num_drafts, 1)
+            if not row.has_drafts:
+                seconds += drafting
+            earned = row.earned[row.has_drafts] + result.accepted - self._in_tokens(seconds, num_rows)
+            self._save(result, min(earned, 0.0))
+            row.earned[row.has_drafts] = min(max(earned, 0.0), MAX_SAVINGS)
+
+    def _save(self, result: DraftResult, tokens: float) -> None:
+        has_drafts = self._rows[result.id].has_drafts
+        self._savings[has_drafts] = min(self._savings[has_drafts] + tokens, MAX_SAVINGS)
 
     def _drafting_seconds(self, step: SpeculationStep, asked: Sequence[DraftResult]) -> float:
         """What drafting took, but not far beyond what was to be expected: otherwise one step that was held up
@@ -326,4 +359,5 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def release(self, id: RequestId) -> None:
         self._rows.pop(id, None)
-        self._acceptance.release(id)
+        for acceptance in self._acceptance.values():
+            acceptance.release(id)

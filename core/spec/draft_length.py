@@ -28,6 +28,7 @@ class DraftDemand:
     num_unread: int = 0  # tokens it has left out but could read after all
     num_output: int = 0  # output tokens so far
     num_left: int = 0  # most output tokens that may follow
+    num_at_hand: int = 0  # drafts that take no time; 0: they have to be worked out
 
 
 @dataclass(frozen=True, slots=True)

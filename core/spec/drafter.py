@@ -34,6 +34,11 @@ class Drafter(ABC):
 
     name: str
 
+    def num_at_hand(self, id: RequestId, token_ids: Sequence[TokenId]) -> int:
+        """Drafts it has at hand for this sequence: they take next to no time, and it could give no more now.
+        0 where it has to work them out, or does not know beforehand. Asked first in a step."""
+        return 0
+
     def limit(self, id: RequestId, num_tokens: int) -> int:
         """Most drafts it could give a sequence of `num_tokens` tokens in this step; the scheduler reserves
         no more. Without a limit of its own: a large number."""

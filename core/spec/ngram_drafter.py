@@ -59,11 +59,11 @@ class NgramDrafter(Drafter):
         if not 1 <= min_ngram <= max_ngram:
             raise ConfigError(f"n-grams need 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
         self._min_ngram = min_ngram
-        self._max_ngram = max_ngram
+        self.max_ngram = max_ngram
         self._rows: dict[RequestId, _Row] = {}
 
     def propose(self, rows: Sequence[DraftRow]) -> list[tuple[TokenId, ...]]:
-        return [self._propose(row) if row.max_drafts > 0 else () for row in rows]
+        return [self.look_up(row.id, row.token_ids, row.max_drafts) for row in rows]
 
     def release(self, id: RequestId) -> None:
         self._rows.pop(id, None)
@@ -72,24 +72,26 @@ class NgramDrafter(Drafter):
         if not self._rows.keys() <= live:
             raise InvariantViolation(f"L4: indexed rows {sorted(self._rows)}, live requests {sorted(live)}")
 
-    def _propose(self, draft_row: DraftRow) -> tuple[TokenId, ...]:
-        row = self._rows.get(draft_row.id)
+    def look_up(self, id: RequestId, tokens: Sequence[TokenId], max_drafts: int) -> tuple[TokenId, ...]:
+        """Drafts for the sequence `tokens` of a request; () if `max_drafts` is 0."""
+        if max_drafts <= 0:
+            return ()
+        row = self._rows.get(id)
         if row is None:
-            row = self._rows[draft_row.id] = _Row(NgramIndex(self._min_ngram))
-        tokens = draft_row.token_ids
+            row = self._rows[id] = _Row(NgramIndex(self._min_ngram))
         row.index.extend(tokens)
         end, length = self._best_match(row, tokens)
         if length == 0:
             return ()
         row.source, row.at = end, len(tokens)
-        return _copied(tokens, end, min(length, draft_row.max_drafts))
+        return _copied(tokens, end, min(length, max_drafts))
 
     def _best_match(self, row: _Row, tokens: Sequence[TokenId]) -> tuple[int, int]:
         """End and length of the best earlier match; length 0 without one."""
         best, best_length = 0, 0
         if row.source and row.follow(tokens):
-            best_length = common_suffix(tokens, row.source, self._max_ngram)
-            if best_length == self._max_ngram:
+            best_length = common_suffix(tokens, row.source, self.max_ngram)
+            if best_length == self.max_ngram:
                 return row.source, best_length
             best = row.source
         for count, end in enumerate(row.index.earlier_ends()):
@@ -97,7 +99,7 @@ class NgramDrafter(Drafter):
                 break
             if best_length and tokens[end - best_length : end] != tokens[len(tokens) - best_length :]:
                 continue  # shorter than the best
-            length = common_suffix(tokens, end, self._max_ngram)
+            length = common_suffix(tokens, end, self.max_ngram)
             if length > best_length or best > end >= row.source > 0:
                 best, best_length = end, length
         return best, best_length

@@ -29,9 +29,8 @@ def test_the_answer_is_the_same_and_the_statistics_say_what_drafting_did(model: 
     plain = run(model, "--stats")
     assert plain.exit_code == 0, plain.stderr
     assert "draft" not in plain.stderr
-    drafted = run(
-        model, "--draft-model", str(model), "--draft-policy", "fixed", "--draft-length", "2", "--stats"
-    )
+    drafting = ["--draft-model", str(model), "--draft-policy", "fixed", "--draft-length", "2"]
+    drafted = run(model, "--drafter", "model", *drafting, "--stats")
     assert (drafted.exit_code, drafted.stdout) == (0, plain.stdout), drafted.stderr
     lines = dict(line.split(maxsplit=1) for line in drafted.stderr.splitlines() if " " in line)
     assert "100.0%" in lines["acceptance"]

@@ -55,7 +55,9 @@ def test_ngram_drafts_change_nothing(expected: list[RequestOutput], policy: str,
 
 @pytest.mark.parametrize("length", [1, 4])
 def test_the_model_itself_as_drafter_is_always_right(expected: list[RequestOutput], length: int) -> None:
-    outputs, totals = run(draft_model=model_path(MODEL), draft_policy="fixed", draft_length=length)
+    outputs, totals = run(
+        drafter="model", draft_model=model_path(MODEL), draft_policy="fixed", draft_length=length
+    )
     check_equal(outputs, expected)
     assert totals is not None and totals.switched_off is None
     assert totals.num_proposed > 0

@@ -24,13 +24,21 @@ class Text:
     agreement: Callable[[int], float] = lambda read: 0.5
     """Share of drafts that are right, if those before them were, when the drafter has read so many tokens
     before the first of them."""
+    at_hand: Sequence[int] = ()
+    """Drafts that have been looked up when it starts at a position, for the first positions."""
+    lookup_is_right: bool = True
 
     def __len__(self) -> int:
         return len(self.difficulty)
 
+    def num_at_hand(self, start: int) -> int:
+        return self.at_hand[start] if start < len(self.at_hand) else 0
+
     def accepted(self, start: int, proposed: int, read: int) -> int:
         """Leading drafts that are right, of `proposed` at `start`."""
         chance = self.agreement(read)
+        if self.num_at_hand(start) > 0:
+            return proposed if self.lookup_is_right else 0
         wrong = (count for count in range(proposed) if self.difficulty[start + count] >= chance)
         return next(wrong, proposed)
 
@@ -118,11 +126,12 @@ def simulate(
             DraftDemand(
                 RequestId(str(first_id + i)),
                 prompt + done[i],
-                min(max_drafts, len(texts[i]) - done[i] - 1),
+                min(texts[i].num_at_hand(done[i]) or max_drafts, len(texts[i]) - done[i] - 1),
                 num_behind=drafters[i].num_behind(prompt + done[i]),
                 num_unread=drafters[i].first,
                 num_output=done[i],
                 num_left=len(texts[i]) - done[i],
+                num_at_hand=texts[i].num_at_hand(done[i]),
             )
             for i in running
         ]
@@ -136,17 +145,22 @@ def simulate(
             if demand.id in readers:
                 assert length > 0 and demand.num_unread > 0
                 drafters[i].read_all()
+            if texts[i].num_at_hand(done[i]) > 0:
+                proposed.append(length)
+                continue
             if length > 0:
                 draft_seconds += costs.catch_up * drafters[i].catch_up(prompt + done[i])
             is_ready = drafters[i].end == prompt + done[i] and texts[i].proposes[done[i]]
             proposed.append(length if is_ready else 0)
         accepted = []
+        worked_out = []
         for i, count in zip(running, proposed, strict=True):
             accepted.append(texts[i].accepted(done[i], count, drafters[i].num_read))
-            if count > 0:
+            worked_out.append(0 if texts[i].num_at_hand(done[i]) > 0 else count)
+            if worked_out[-1] > 0:
                 drafters[i].read(prompt + done[i] + accepted[-1])
-        for place in range(max(proposed)):
-            draft_seconds += costs.draft_pass(sum(count > place for count in proposed))
+        for place in range(max(worked_out)):
+            draft_seconds += costs.draft_pass(sum(count > place for count in worked_out))
             draft_seconds += costs.first_pass if place == 0 else 0.0
         num_tokens = len(running) + sum(proposed)
         forward_seconds = costs.forward(len(running), num_tokens)
@@ -219,6 +233,18 @@ def copied_text(length: int, share: float, run: int, seed: int, *, false_matches
 def told_text(right: Sequence[bool]) -> Text:
     """Drafts are right where they are said to be."""
     return Text([0.0 if value else 0.9 for value in right], [True] * len(right))
+
+
+def with_copies(text: Text, run: int, seed: int, *, share: float) -> Text:
+    """About `share` of it in runs of `run` tokens, which are at hand."""
+    rng = random.Random(seed)
+    at_hand: list[int] = []
+    while len(at_hand) < len(text):
+        if rng.random() < share:
+            at_hand += range(run, 0, -1)
+        else:
+            at_hand += [0] * run
+    return replace(text, at_hand=at_hand[: len(text)])
 
 
 def joined(first: Text, second: Text) -> Text:

@@ -44,11 +44,23 @@ def _never_tries(
 def _trials_cost_nothing(
     self: adaptive_length.AdaptiveLength, step: SpeculationStep, results: Sequence[DraftResult]
 ) -> None:
-    self._savings = 1e9
+    self._savings = dict.fromkeys((False, True), 1e9)
 
 
 def _tokens_seem_to_cost_four_times_as_much(self: step_costs.ForwardCurve, tokens: float) -> float:
     return _curve(self, 1.0 + 4.0 * (tokens - 1.0))
+
+
+def _one_chance_for_both_kinds(self: adaptive_length.AdaptiveLength, demand: DraftDemand) -> list[float]:
+    return self._acceptance[False].survival(demand.id, self._cap(demand))
+
+
+def _what_is_at_hand_counts_as_a_pass(
+    self: adaptive_length.AdaptiveLength, step: SpeculationStep, results: Sequence[DraftResult]
+) -> None:
+    asked = [result for result in results if self._rows[result.id].asked > 0]
+    if asked:
+        self._draft.add_round(len(asked), max(result.proposed for result in asked), step.draft_seconds)
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -84,6 +96,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nothing is set aside for a new drafter": Mutant(
         adaptive_length, "FIRST_SAVINGS", 0.0, "reads first, begins badly"
+    ),
+    "one chance for what is at hand and what is not": Mutant(
+        adaptive_length.AdaptiveLength, "_survival", _one_chance_for_both_kinds, "copied in vain"
+    ),
+    "what is at hand counts as a pass": Mutant(
+        adaptive_length.AdaptiveLength,
+        "_observe_drafts",
+        _what_is_at_hand_counts_as_a_pass,
+        "cost of what is worked out",
     ),
     "trials cost nothing": Mutant(
         adaptive_length.AdaptiveLength, "_account", _trials_cost_nothing, "model, never right"

@@ -41,7 +41,8 @@ def _nothing_is_released(self: object, id: RequestId) -> None:
 
 def _learns_of_ended_requests(self: adaptive_length.AdaptiveLength, step: SpeculationStep) -> None:
     _adaptive_observe(self, step)
-    self._acceptance.observe(step.results)
+    for acceptance in self._acceptance.values():
+        acceptance.observe(step.results)
 
 
 def _depends_on_the_process(self: adaptive_length.AdaptiveLength, rows: Sequence[DraftDemand]) -> list[int]:

@@ -24,6 +24,7 @@ class Turn:
     forward_seconds: float
     prefill: int
     ended: frozenset[str]
+    at_hand: frozenset[str] = frozenset()  # rows whose drafts have been looked up
 
 
 def play(policy: DraftLengthPolicy, turns: Sequence[Turn]) -> list[dict[str, tuple[int, int]]]:
@@ -32,7 +33,15 @@ def play(policy: DraftLengthPolicy, turns: Sequence[Turn]) -> list[dict[str, tup
     record = []
     for turn in turns:
         ids = list(turn.limits)
-        demands = [DraftDemand(RequestId(id), num_tokens[id], turn.limits[id]) for id in ids]
+        demands = [
+            DraftDemand(
+                RequestId(id),
+                num_tokens[id],
+                turn.limits[id],
+                num_at_hand=turn.limits[id] if id in turn.at_hand else 0,
+            )
+            for id in ids
+        ]
         lengths = dict(zip(ids, policy.lengths(demands), strict=True))
         proposed = {id: round(turn.proposing[id] * length) for id, length in lengths.items()}
         accepted = {id: round(turn.accepting[id] * count) for id, count in proposed.items()}

@@ -23,6 +23,7 @@ from mvllm.core.errors import MvllmError
 from mvllm.core.request import Request, SamplingParams
 from mvllm.core.spec.draft_length import DraftLengthPolicy, FixedLength
 from mvllm.core.spec.drafter import Drafter
+from mvllm.core.spec.lookup_first import LookupFirst
 from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig
 from mvllm.core.spec.ngram_drafter import NgramDrafter
 from mvllm.core.spec.speculation import Speculation
@@ -111,6 +112,9 @@ DRAFTERS: dict[str, Callable[[Arrangement], Drafter | None]] = {
     "n-gram": lambda arrangement: NgramDrafter(),
     "another model": functools.partial(model_drafter, itself=False),
     "the model itself": functools.partial(model_drafter, itself=True),
+    "n-gram, then another model": lambda arrangement: LookupFirst(
+        NgramDrafter(), model_drafter(arrangement, itself=False)
+    ),
     "adversarial": lambda arrangement: ScriptedDrafter(guess_randomly(VOCAB_SIZE), seed=arrangement.seed),
     "nearly perfect": nearly_perfect,
 }

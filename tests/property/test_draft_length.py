@@ -29,6 +29,7 @@ def turns(draw: st.DrawFn) -> Turn:
         forward_seconds=draw(seconds),
         prefill=draw(st.sampled_from([0, 0, 0, 32])),
         ended=draw(st.frozensets(st.sampled_from(IDS), max_size=1)),
+        at_hand=draw(st.frozensets(st.sampled_from(IDS), max_size=1)),
     )
 
 

@@ -46,6 +46,7 @@ from tests.models.speculation_world import (
     read_text,
     simulate,
     told_text,
+    with_copies,
 )
 from tests.mutants.adaptive_length import MUTANTS
 
@@ -469,9 +470,58 @@ def test_a_row_whose_drafts_have_brought_something_is_given_up_later() -> None:
     assert 5 <= new < 15 <= proven < 40
 
 
+def test_what_is_at_hand_is_drafted_where_working_drafts_out_does_not_pay() -> None:
+    for costs, rows in ((DEAR, 1), (MEASURED, 1), (DEAR, 4)):
+        texts = [with_copies(even_text(LENGTH, 0.0, row), 8, row, share=0.5) for row in range(rows)]
+        plain, run = (simulate(each, texts, costs, prompt=850) for each in (FixedLength(0), AdaptiveLength()))
+        assert run.rate >= 1.25 * plain.rate
+        worked_out = [
+            length
+            for step, lengths in enumerate(run.lengths)
+            for length in lengths
+            if step > 50 and rows == 1 and length in (1, 2)
+        ]
+        assert len(worked_out) <= 0.03 * len(run.lengths)
+
+
+def test_what_was_copied_in_vain_does_not_end_what_is_worked_out() -> None:
+    """Nor the other way round: each kind has its own trials."""
+    new = even_text(LENGTH, 0.9, 1)
+    wrong = replace(new, at_hand=[4, 0] * (LENGTH // 2), lookup_is_right=False)
+    plain, alone, run = (
+        simulate(policy, [text], MEASURED, prompt=850).rate
+        for policy, text in ((FixedLength(0), new), (AdaptiveLength(), new), (AdaptiveLength(), wrong))
+    )
+    assert alone > 1.15 * plain
+    assert run > 1.05 * plain
+
+
+def test_costs_of_the_drafter_are_learned_from_what_it_works_out() -> None:
+    """Rows with drafts at hand beside one without: what drafting takes is that one's alone."""
+    policy = AdaptiveLength()
+    ids = [RequestId("copies"), RequestId("new")]
+
+    def step() -> list[int]:
+        demands = [DraftDemand(ids[0], 100, 4, num_at_hand=4), DraftDemand(ids[1], 100, 8)]
+        lengths = policy.lengths(demands)
+        results = tuple(DraftResult(id, count, count) for id, count in zip(ids, lengths, strict=True))
+        seconds = 0.02 * lengths[1]
+        policy.observe(
+            SpeculationStep(results, 2, 2 + sum(lengths), 0, 200, seconds, 0.05 + 0.001 * sum(lengths))
+        )
+        return lengths
+
+    for _ in range(40):
+        lengths = step()
+    assert lengths[0] == 4
+    assert policy._draft.pass_seconds(1, 1) == pytest.approx(0.02, rel=0.2)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "catching up is dear": test_a_drafter_that_would_have_to_catch_up_at_a_high_price_is_left_alone,
     "the text becomes better": test_it_starts_again_when_the_text_changes_for_the_better,
+    "copied in vain": test_what_was_copied_in_vain_does_not_end_what_is_worked_out,
+    "cost of what is worked out": test_costs_of_the_drafter_are_learned_from_what_it_works_out,
     "more rows": test_more_rows_than_were_timed_with_drafts_are_tried_with_one_of_them,
 }
 

@@ -17,9 +17,11 @@ from mvllm.core.model.spec import ModelSpec
 from mvllm.core.request import RequestOutput
 from mvllm.core.spec.draft_length import FixedLength
 from mvllm.core.spec.drafter import Drafter, DraftRow
+from mvllm.core.spec.lookup_first import LookupFirst
 from mvllm.core.spec.model_drafter import ModelDrafter
 from mvllm.core.spec.vocab_limit import head_share_of
 from mvllm.core.tensor import KvGeometry, Model, ModelWeights
+from mvllm.speculation import DrafterName
 from tests.tiny_models import write_tiny_gguf
 
 SETTINGS: dict[str, Any] = {"max_model_len": 96, "block_size": 4, "check_integrity": True}
@@ -92,7 +94,9 @@ def test_ngram_drafts_change_no_answer(model: Path, expected: list[RequestOutput
 def test_a_model_that_drafts_for_itself_is_always_right(
     model: Path, expected: list[RequestOutput], length: int
 ) -> None:
-    outputs, totals = answers(model, draft_model=model, draft_policy="fixed", draft_length=length)
+    outputs, totals = answers(
+        model, drafter="model", draft_model=model, draft_policy="fixed", draft_length=length
+    )
     check_equal(outputs, expected)
     assert totals is not None and totals.num_proposed > 0
     assert totals.acceptance_rate == 1.0
@@ -101,18 +105,35 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     )
 
 
-def test_another_model_changes_no_answer(model: Path, other: Path, expected: list[RequestOutput]) -> None:
-    outputs, totals = answers(model, draft_model=other, draft_policy="fixed", draft_length=3)
+@pytest.mark.parametrize("drafter", [None, "model", "ngram+model"])
+def test_another_model_changes_no_answer(
+    model: Path, other: Path, expected: list[RequestOutput], drafter: DrafterName | None
+) -> None:
+    outputs, totals = answers(model, drafter=drafter, draft_model=other, draft_policy="fixed", draft_length=3)
     check_equal(outputs, expected)
     assert totals is not None and totals.num_proposed > totals.num_accepted
+
+
+def drafter_of(llm: LLM) -> Drafter:
+    assert llm.engine._speculator is not None
+    return llm.engine._speculator._drafter
+
+
+@pytest.mark.parametrize(
+    ("drafter", "expected"), [(None, LookupFirst), ("ngram+model", LookupFirst), ("model", ModelDrafter)]
+)
+def test_drafts_are_looked_up_before_the_draft_model_is_asked(
+    model: Path, drafter: DrafterName | None, expected: type[Drafter]
+) -> None:
+    with LLM(model, drafter=drafter, draft_model=model) as llm:
+        assert type(drafter_of(llm)) is expected
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_draft_model_may_leave_out_ids_where_that_saves_time(model: Path, backend: str) -> None:
     weights = load_checkpoint(model).weights
-    with LLM(model, draft_model=model, draft_backend=backend) as llm:
-        assert llm.engine._speculator is not None
-        drafter = llm.engine._speculator._drafter
+    with LLM(model, drafter="model", draft_model=model, draft_backend=backend) as llm:
+        drafter = drafter_of(llm)
         assert isinstance(drafter, ModelDrafter)
         head_share = drafter._config.head_share
     assert head_share == head_share_of(weights, create_backend(backend).capabilities)
@@ -151,6 +172,7 @@ def test_a_drafter_of_ones_own_is_used_and_closed(model: Path, expected: list[Re
         ({"drafter": "ngram", "draft_model": "x"}, "not both"),
         ({"drafter": LastTokenAgain(), "draft_model": "x"}, "not both"),
         ({"drafter": "model"}, "needs draft_model"),
+        ({"drafter": "ngram+model"}, "needs draft_model"),
         ({"drafter": "oracle"}, "'oracle'"),
         ({"drafter": "ngram", "draft_policy": "bold"}, "'bold'"),
         ({"drafter": "ngram", "draft_length": 0}, "draft_length must be"),

@@ -108,9 +108,8 @@ def test_a_small_experiment_runs_stops_goes_on_and_reports(tmp_path: Path) -> No
     stopped = CliRunner().invoke(main, [*options, "--seconds", "0"], catch_exceptions=False)
     assert "are left" in stopped.output
     result = CliRunner().invoke(main, options, catch_exceptions=False)
-    assert result.output.count("same tokens: True") == 2 * (
-        4 + 1 + 1
-    )  # two drafters: policies, length, batch
+    # Of each of three drafters: policies, length, batch.
+    assert result.output.count("same tokens: True") == 3 * (4 + 1 + 1)
     report = (tmp_path / "out" / "report.md").read_text()
     assert "NO" not in report
     for figure in ("speed", "acceptance", "lengths", "allowed", "coupling"):

@@ -35,6 +35,7 @@ from mvllm.core.load.checkpoint import load_checkpoint
 from mvllm.core.spec.length_policies import POLICIES, create_policy
 from mvllm.core.types import TokenId
 
+DRAFTERS = ("ngram", "model", "ngram+model")
 PARTS = ("policies", "lengths", "concurrent", "coupling", "report")
 
 
@@ -47,6 +48,7 @@ PARTS = ("policies", "lengths", "concurrent", "coupling", "report")
 @click.option("--parts", default=",".join(PARTS), show_default=True, help="What to do, with commas.")
 @click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="Prompts, with commas.")
 @click.option("--policies", default=",".join(POLICIES), show_default=True, help="With commas.")
+@click.option("--drafters", default=",".join(DRAFTERS), show_default=True, help="With commas; need --draft.")
 @click.option("--tokens", default=512, show_default=True, help="Output tokens of a request.")
 @click.option("--repeats", default=3, show_default=True, help="Pairs of runs for each policy.")
 @click.option(
@@ -72,6 +74,7 @@ def main(
     parts: str,
     workloads: str,
     policies: str,
+    drafters: str,
     tokens: int,
     repeats: int,
     lengths: str,
@@ -86,10 +89,9 @@ def main(
     seconds: float | None,
 ) -> None:
     wanted, names = parts.split(","), workloads.split(",")
-    drafters = ("ngram",) if draft is None else ("ngram", "model")
     constants = tuple(map(int, lengths.split(",")))
     planned: list[Run] = []
-    for drafter in drafters:
+    for drafter in drafters.split(",") if draft is not None else ("ngram",):
         for repeat in range(repeats):
             if "policies" in wanted:
                 for name in names:
@@ -156,7 +158,7 @@ class _Experiment:
             threads=threads,
             backend=backend,
         )
-        for kind in ("ngram",) if draft is None else ("ngram", "model"):
+        for kind in ("ngram",) if draft is None else DRAFTERS:
             # Compiles what is not compiled yet, and brings the weights into memory.
             self._models.run(
                 [self._prompts["refactoring"][:64]],
@@ -237,7 +239,7 @@ def _line(pair: Pair) -> str:
     length = "" if run.length is None else f" {run.length}"
     load = "?" if pair.foreign_load is None else f"{pair.foreign_load:.2f}"
     return (
-        f"{run.num_requests} x {run.workload:11} {run.drafter:5} {run.policy}{length}: "
+        f"{run.num_requests} x {run.workload:11} {run.drafter:11} {run.policy}{length}: "
         f"decode {pair.plain.decode_rate:.1f} -> {pair.drafted.decode_rate:.1f} tokens/s "
         f"({pair.speed_up:.2f}x), "
         f"whole {pair.whole_speed_up:.2f}x, accepted {pair.drafted.steps.accepted} of "

@@ -15,6 +15,7 @@ from mvllm.core.load.contents import Checkpoint
 from mvllm.core.request import Request, SamplingParams
 from mvllm.core.spec.draft_length import DraftLengthPolicy
 from mvllm.core.spec.drafter import Drafter
+from mvllm.core.spec.lookup_first import LookupFirst
 from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig
 from mvllm.core.spec.ngram_drafter import NgramDrafter
 from mvllm.core.spec.speculation import Speculation
@@ -126,12 +127,13 @@ class TargetAndDrafter:
         return self._backend.load(spec, draft.weights, geometry)
 
     def drafter(self, kind: str) -> Drafter:
-        """A drafter with nothing cached: "ngram" or "model"."""
+        """A drafter with nothing cached: "ngram", "model" or "ngram+model"."""
         if kind == "ngram":
             return NgramDrafter()
         if self.draft_model is None:
             raise ValueError("no draft model was loaded")
-        return ModelDrafter(self.draft_model, self._drafter_config)
+        drafter = ModelDrafter(self.draft_model, self._drafter_config)
+        return drafter if kind == "model" else LookupFirst(NgramDrafter(), drafter)
 
     def run(
         self,

@@ -18,7 +18,7 @@ from mvllm.core.spec.length_policies import POLICIES
 class Run:
     """One pair of measurements: without drafts, then with them."""
 
-    drafter: str  # "ngram" or "model"
+    drafter: str  # "ngram", "model" or "ngram+model"
     policy: str
     length: int | None  # as `create_policy` takes it
     workload: str  # "refactoring", "creative", or "both" in turn
