@@ -113,7 +113,7 @@ class DraftSettings:
         elif drafter == "model":
             drafter = model_drafter
         elif model_drafter is not None:
-            drafter = LookupFirst(NgramDrafter(), model_drafter)
+            drafter = LookupFirst(model_drafter)
         assert isinstance(drafter, Drafter)
         return Speculation(drafter, self.policy())
 

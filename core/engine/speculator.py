@@ -76,7 +76,7 @@ class Speculator:
         if not decoding or self._switched_off is not None:
             return self._asked
         with self._contained(self._drafter):
-            at_hand = [self._drafter.num_at_hand(state.id, state.token_ids) for state in decoding]
+            at_hand = [index(self._drafter.num_at_hand(state.id, state.token_ids)) for state in decoding]
             limits = [self._limit(state) for state in decoding]
             with self._contained(self._policy):
                 lengths = self._lengths(decoding, limits, at_hand)

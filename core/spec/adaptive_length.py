@@ -43,14 +43,15 @@ class _Row:
     """What the policy keeps of a request."""
 
     num_behind: int = 0  # tokens the drafter has to read before it can draft
-    has_drafts: bool = False  # at hand, in the step under way
+    is_at_hand: bool = False  # at hand, in the step under way
     asked: int = 0  # drafts allowed in the step under way
     # Tokens that drafts have brought beyond their cost, and may lose again; by whether these were at hand.
     earned: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((False, True), 0.0))
     num_accepted: int = 0  # drafts so far
     num_rounds: int = 0  # with drafts, so far
     num_right: int = 0  # of them, those whose first draft was accepted
-    num_new: int = 0  # output tokens of steps without drafts at hand
+    num_new: int = 0  # output tokens of steps without drafts at hand ...
+    num_copied: int = 0  # ... and of steps with them
     told_to_read: bool = False  # all of its tokens; at most once
     is_reading: bool = False  # the drafter is on its way through them
     proposing: float = 1.0  # share of rounds in which the drafter used the permission
@@ -75,6 +76,9 @@ class AdaptiveLength(DraftLengthPolicy):
     were accepted, and most rounds began with a right one, if reading takes less than what better drafts are
     hoped to save.
 
+    All of this holds for drafts that the drafter has at hand and for those it works out apart: each kind has
+    chances, trials and savings of its own.
+
     Args:
         max_length: most drafts of a row.
     """
@@ -82,7 +86,7 @@ class AdaptiveLength(DraftLengthPolicy):
     def __init__(self, max_length: int = DEFAULT_ADAPTIVE_MAX) -> None:
         self._max_length = max_length
         # By whether a row has drafts at hand: to draft what is copied and what is new are two things.
-        self._acceptance = {has_drafts: AcceptanceModel() for has_drafts in (False, True)}
+        self._acceptance = {is_at_hand: AcceptanceModel() for is_at_hand in (False, True)}
         self._savings = dict.fromkeys((False, True), FIRST_SAVINGS)  # tokens that trials may lose now
         self._forward = ForwardCosts()
         self._draft = DraftCosts()
@@ -96,7 +100,7 @@ class AdaptiveLength(DraftLengthPolicy):
     def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
         for demand in rows:
             row = self._rows.setdefault(demand.id, _Row())
-            row.num_behind, row.has_drafts, row.asked = demand.num_behind, demand.num_at_hand > 0, 0
+            row.num_behind, row.is_at_hand, row.asked = demand.num_behind, demand.num_at_hand > 0, 0
             if row.is_reading and demand.num_unread > 0:  # the drafter could not begin then
                 row.told_to_read = row.is_reading = False
             row.is_reading &= row.num_behind > SMALL_CATCH_UP
@@ -106,25 +110,39 @@ class AdaptiveLength(DraftLengthPolicy):
             chosen: dict[RequestId, int] = {}
             # Until it is known what drafts cost, they are tried with one row.
             if self._forward.curve(num_rows).is_known:
-                known = [demand for demand in rows if self._draft.known or demand.num_at_hand > 0]
-                chances = [self._survival(demand) for demand in known]
-                chosen, _ = self._plan(known, chances, num_rows, self._most_drafts())
+                chosen = self._best_of(rows, num_rows)
                 self._readers = self._choose_reader([row for row in rows if row.id in chosen], num_rows)
             for demand in rows:
                 row = self._rows[demand.id]
                 if demand.id in self._readers:
                     row.told_to_read = row.is_reading = True
-                elif row.is_reading and demand.limit > 0:
+                elif row.is_reading and demand.limit > 0 and not row.is_at_hand:
                     chosen.setdefault(demand.id, 1)
             idle = [demand for demand in rows if demand.limit > 0 and demand.id not in chosen]
-            if idle:
-                chosen |= self._affordable_trial(idle, num_rows, num_rows + sum(chosen.values()))
+            num_tokens = num_rows + sum(chosen.values())
+            for of_kind in filter(None, _by_kind(idle)):
+                if trial := self._affordable_trial(of_kind, num_rows, num_tokens):
+                    chosen |= trial
+                    break
             for id, length in chosen.items():
                 self._rows[id].asked = length
         return [self._rows[demand.id].asked for demand in rows]
 
     def readers(self) -> frozenset[RequestId]:
         return self._readers
+
+    def _best_of(self, rows: Sequence[DraftDemand], num_rows: int) -> dict[RequestId, int]:
+        """The best lengths of all rows whose drafts have a known price, or of those with drafts at hand
+        alone: a slow drafter must not keep these from being used."""
+        at_hand, others = _by_kind(rows)
+        candidates = [at_hand]
+        if self._draft.known and others:
+            candidates.append(rows if at_hand else others)
+        plans = [
+            self._plan(some, [self._survival(demand) for demand in some], num_rows, self._most_drafts())
+            for some in candidates
+        ]
+        return max(plans, key=lambda plan: (bool(plan[0]), plan[1]))[0]
 
     def _choose_reader(self, drafting: Sequence[DraftDemand], num_rows: int) -> frozenset[RequestId]:
         """At most one row, and none while a drafter reads: it can do so for one at a time."""
@@ -137,11 +155,11 @@ class AdaptiveLength(DraftLengthPolicy):
         """Whether the drafter should read all of a row's tokens, what it has read once more."""
         row, catch_up = self._rows[demand.id], self._draft.catch_up_seconds()
         is_good = row.num_accepted >= LEAST_ACCEPTED and row.num_right >= LEAST_RIGHT * row.num_rounds
-        may_read = demand.num_unread > 0 and not row.told_to_read and not row.has_drafts
+        may_read = demand.num_unread > 0 and not row.told_to_read and not row.is_at_hand
         if not may_read or not is_good or catch_up <= 0.0:
             return False
         to_come: float = num_rows * min(demand.num_left, READ_HORIZON * demand.num_output)
-        to_come *= min(1.0, row.num_new / max(demand.num_output, 1))  # the rest is copied, as so far
+        to_come *= row.num_new / (row.num_new + row.num_copied)  # as so far
         present = self._survival(demand)
         # A good minute says little of the whole text that is to come.
         right = min(present[0], row.num_right / row.num_rounds)
@@ -206,13 +224,13 @@ class AdaptiveLength(DraftLengthPolicy):
         depths = [0] * self._max_length  # rows that draft at each place
         for count, (chance, index, place) in enumerate(offers):
             row = self._rows[candidates[index].id]
-            if not row.has_drafts:
+            if not row.is_at_hand:
                 depth = depths[place] = depths[place] + 1
                 table = passes[min(place, 1)]
                 draft_seconds += table[depth] - table[depth - 1]
                 if place == 0:
                     draft_seconds += catch_up * row.num_behind / CATCH_UP_ROUNDS
-            comes = 1.0 if row.has_drafts else row.proposing
+            comes = 1.0 if row.is_at_hand else row.proposing
             tokens += comes
             expected -= chance * comes
             seconds = forward.seconds(tokens) + draft_seconds
@@ -252,8 +270,8 @@ class AdaptiveLength(DraftLengthPolicy):
         return {uncertain.id: length} if self._is_affordable(uncertain, seconds, num_rows) else {}
 
     def _is_affordable(self, demand: DraftDemand, seconds: float, num_rows: int) -> bool:
-        has_drafts = demand.num_at_hand > 0
-        available = self._savings[has_drafts] + self._rows[demand.id].earned[has_drafts]
+        is_at_hand = demand.num_at_hand > 0
+        available = self._savings[is_at_hand] + self._rows[demand.id].earned[is_at_hand]
         return self._in_tokens(seconds, num_rows) <= available
 
     def _in_tokens(self, seconds: float, num_rows: int) -> float:
@@ -261,11 +279,13 @@ class AdaptiveLength(DraftLengthPolicy):
         return seconds * num_rows / self._forward.seconds(num_rows, num_rows)
 
     def _worth_trying(self, demand: DraftDemand) -> tuple[float, float]:
-        """Greatest for the row that a trial is to tell of."""
+        """Greatest for the row, of one kind, that a trial is to tell of."""
+        if demand.num_at_hand > 0:
+            return self._acceptance[True].variance(demand.id), 0.0
         proposing = self._rows[demand.id].proposing
         if not self._draft.known:
             return -demand.num_behind, proposing  # the same row twice shows a pass by itself
-        return self._acceptance[demand.num_at_hand > 0].variance(demand.id) * proposing, proposing
+        return self._acceptance[False].variance(demand.id) * proposing, proposing
 
     # --- learn -------------------------------------------------------------------------------------------
 
@@ -274,11 +294,12 @@ class AdaptiveLength(DraftLengthPolicy):
         self._observe_forward(step)
         self._observe_drafts(step, results)
         self._account(step, results)
-        for has_drafts, acceptance in self._acceptance.items():
-            acceptance.observe([one for one in results if self._rows[one.id].has_drafts == has_drafts])
+        for is_at_hand, acceptance in self._acceptance.items():
+            acceptance.observe([one for one in results if self._rows[one.id].is_at_hand == is_at_hand])
         for result in results:
             row = self._rows[result.id]
-            if row.has_drafts:
+            if row.is_at_hand:
+                row.num_copied += 1 + result.accepted
                 continue
             row.num_new += 1 + result.accepted
             row.num_accepted += result.accepted
@@ -301,7 +322,7 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _observe_drafts(self, step: SpeculationStep, results: Sequence[DraftResult]) -> None:
         rows = [(self._rows[result.id], result) for result in results]
-        asked = [(row, result) for row, result in rows if row.asked > 0 and not row.has_drafts]
+        asked = [(row, result) for row, result in rows if row.asked > 0 and not row.is_at_hand]
         if not asked or any(row.is_reading for row, _ in asked):
             return  # reading is not told apart from drafting
         passes = max([result.proposed for _, result in asked])
@@ -327,23 +348,23 @@ class AdaptiveLength(DraftLengthPolicy):
             self._save(result, TRIAL_SHARE)
         # What reading takes was weighed beforehand.
         rows = [(result, self._rows[result.id]) for result in results]
-        asked = [result for result, row in rows if row.asked > 0 and not row.is_reading]
+        asked = [result for result, row in rows if row.asked > 0 and (row.is_at_hand or not row.is_reading)]
         num_drafts = sum([result.proposed for result in asked])
         forward = self._forward.seconds(num_rows, num_rows + num_drafts) - plain
-        working = [result for result in asked if not self._rows[result.id].has_drafts]
+        working = [result for result in asked if not self._rows[result.id].is_at_hand]
         drafting = self._drafting_seconds(step, working) / max(len(working), 1)
         for result in asked:
             row = self._rows[result.id]
             seconds = forward * result.proposed / max(num_drafts, 1)
-            if not row.has_drafts:
+            if not row.is_at_hand:
                 seconds += drafting
-            earned = row.earned[row.has_drafts] + result.accepted - self._in_tokens(seconds, num_rows)
+            earned = row.earned[row.is_at_hand] + result.accepted - self._in_tokens(seconds, num_rows)
             self._save(result, min(earned, 0.0))
-            row.earned[row.has_drafts] = min(max(earned, 0.0), MAX_SAVINGS)
+            row.earned[row.is_at_hand] = min(max(earned, 0.0), MAX_SAVINGS)
 
     def _save(self, result: DraftResult, tokens: float) -> None:
-        has_drafts = self._rows[result.id].has_drafts
-        self._savings[has_drafts] = min(self._savings[has_drafts] + tokens, MAX_SAVINGS)
+        is_at_hand = self._rows[result.id].is_at_hand
+        self._savings[is_at_hand] = min(self._savings[is_at_hand] + tokens, MAX_SAVINGS)
 
     def _drafting_seconds(self, step: SpeculationStep, asked: Sequence[DraftResult]) -> float:
         """What drafting took, but not far beyond what was to be expected: otherwise one step that was held up
@@ -361,3 +382,9 @@ class AdaptiveLength(DraftLengthPolicy):
         self._rows.pop(id, None)
         for acceptance in self._acceptance.values():
             acceptance.release(id)
+
+
+def _by_kind(rows: Sequence[DraftDemand]) -> tuple[list[DraftDemand], list[DraftDemand]]:
+    """Those with drafts at hand, and the others."""
+    at_hand = [demand for demand in rows if demand.num_at_hand > 0]
+    return at_hand, [demand for demand in rows if demand.num_at_hand == 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mvllm.core.errors import InvariantViolation
 from mvllm.core.spec.drafter import Drafter, DraftRow
@@ -24,19 +23,17 @@ class LookupFirst(Drafter):
     tokens were found again, the drafts are what followed them, and `other` rests; it catches up when it is
     asked again.
 
-    Owns both drafters.
+    Owns the other drafter.
     """
 
-    def __init__(self, lookup: NgramDrafter, other: Drafter) -> None:
-        self.name = f"{lookup.name}+{other.name}"
-        self._lookup = lookup
+    def __init__(self, other: Drafter) -> None:
+        self._lookup = NgramDrafter(min_ngram=LEAST_MATCH)
+        self.name = f"{self._lookup.name}+{other.name}"
         self._other = other
         self._at_hand: dict[RequestId, tuple[int, tuple[TokenId, ...]]] = {}  # tokens of the row, its drafts
 
     def num_at_hand(self, id: RequestId, token_ids: Sequence[TokenId]) -> int:
         drafts = self._lookup.look_up(id, token_ids, self._lookup.max_ngram)
-        if len(drafts) < LEAST_MATCH:
-            drafts = ()
         self._at_hand[id] = len(token_ids), drafts
         return len(drafts)
 
@@ -51,10 +48,10 @@ class LookupFirst(Drafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[tuple[TokenId, ...]]:
         looked_up = [self._looked_up(row.id, len(row.token_ids))[: row.max_drafts] for row in rows]
-        drafted = self._other.propose(
-            [replace(row, max_drafts=0) if found else row for row, found in zip(rows, looked_up, strict=True)]
+        drafted = iter(
+            self._other.propose([row for row, found in zip(rows, looked_up, strict=True) if not found])
         )
-        return [found or drafts for found, drafts in zip(looked_up, drafted, strict=True)]
+        return [found or next(drafted) for found in looked_up]
 
     def _looked_up(self, id: RequestId, num_tokens: int) -> tuple[TokenId, ...]:
         at, drafts = self._at_hand.get(id, (0, ()))

@@ -63,6 +63,7 @@ class Run:
     seconds: float = 0.0  # undisturbed, so that runs can be compared
     tokens: int = 0
     lengths: list[list[int]] = field(default_factory=list)  # [step][row still running]
+    num_worked_out: int = 0  # drafts that the drafter did not have at hand
 
     @property
     def rate(self) -> float:
@@ -159,6 +160,7 @@ def simulate(
             worked_out.append(0 if texts[i].num_at_hand(done[i]) > 0 else count)
             if worked_out[-1] > 0:
                 drafters[i].read(prompt + done[i] + accepted[-1])
+        run.num_worked_out += sum(worked_out)
         for place in range(max(worked_out)):
             draft_seconds += costs.draft_pass(sum(count > place for count in worked_out))
             draft_seconds += costs.first_pass if place == 0 else 0.0

@@ -55,6 +55,21 @@ def _one_chance_for_both_kinds(self: adaptive_length.AdaptiveLength, demand: Dra
     return self._acceptance[False].survival(demand.id, self._cap(demand))
 
 
+def _copies_pay_for_trials_of_the_drafter(
+    self: adaptive_length.AdaptiveLength, demand: DraftDemand, seconds: float, num_rows: int
+) -> bool:
+    available = max(self._savings.values()) + max(self._rows[demand.id].earned.values())
+    return self._in_tokens(seconds, num_rows) <= available
+
+
+def _what_is_at_hand_waits_for_the_drafter(
+    self: adaptive_length.AdaptiveLength, rows: Sequence[DraftDemand], num_rows: int
+) -> dict[RequestId, int]:
+    if not self._draft.known:
+        return {}
+    return self._plan(rows, [self._survival(demand) for demand in rows], num_rows, self._most_drafts())[0]
+
+
 def _what_is_at_hand_counts_as_a_pass(
     self: adaptive_length.AdaptiveLength, step: SpeculationStep, results: Sequence[DraftResult]
 ) -> None:
@@ -99,6 +114,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "one chance for what is at hand and what is not": Mutant(
         adaptive_length.AdaptiveLength, "_survival", _one_chance_for_both_kinds, "copied in vain"
+    ),
+    "copies pay for trials of the drafter": Mutant(
+        adaptive_length.AdaptiveLength, "_is_affordable", _copies_pay_for_trials_of_the_drafter, "at hand"
+    ),
+    "what is at hand waits for the drafter": Mutant(
+        adaptive_length.AdaptiveLength, "_best_of", _what_is_at_hand_waits_for_the_drafter, "at hand"
     ),
     "what is at hand counts as a pass": Mutant(
         adaptive_length.AdaptiveLength,

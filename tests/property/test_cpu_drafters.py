@@ -112,9 +112,7 @@ DRAFTERS: dict[str, Callable[[Arrangement], Drafter | None]] = {
     "n-gram": lambda arrangement: NgramDrafter(),
     "another model": functools.partial(model_drafter, itself=False),
     "the model itself": functools.partial(model_drafter, itself=True),
-    "n-gram, then another model": lambda arrangement: LookupFirst(
-        NgramDrafter(), model_drafter(arrangement, itself=False)
-    ),
+    "n-gram, then another model": lambda arrangement: LookupFirst(model_drafter(arrangement, itself=False)),
     "adversarial": lambda arrangement: ScriptedDrafter(guess_randomly(VOCAB_SIZE), seed=arrangement.seed),
     "nearly perfect": nearly_perfect,
 }

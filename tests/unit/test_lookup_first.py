@@ -12,7 +12,6 @@ from mvllm.core.errors import InvariantViolation
 from mvllm.core.request import Request, SamplingParams
 from mvllm.core.spec.drafter import Drafter, DraftRow
 from mvllm.core.spec.lookup_first import LEAST_MATCH, LookupFirst
-from mvllm.core.spec.ngram_drafter import NgramDrafter
 from mvllm.core.types import RequestId, TokenId
 
 A, B = RequestId("a"), RequestId("b")
@@ -52,7 +51,7 @@ class Other(Drafter):
 
 def make() -> tuple[LookupFirst, Other]:
     other = Other()
-    return LookupFirst(NgramDrafter(), other), other
+    return LookupFirst(other), other
 
 
 def row(id: RequestId, tokens: list[int], max_drafts: int) -> DraftRow:
@@ -67,7 +66,7 @@ def test_what_followed_a_long_match_is_drafted_and_the_other_rests() -> None:
     assert drafter.limit(A, len(COPIED)) == LEAST_MATCH
     assert drafter.limit(B, len(NEW)) == 3
     assert drafter.propose([row(A, COPIED, 2), row(B, NEW, 3)]) == [(9, 10), (99, 99, 99)]
-    assert other.asked == [{A: 0, B: 3}]
+    assert other.asked == [{B: 3}]
 
 
 def test_a_short_match_is_nothing() -> None:

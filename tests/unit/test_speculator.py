@@ -23,7 +23,7 @@ from mvllm.core.spec.draft_length import (
 from mvllm.core.spec.drafter import Drafter, DraftRow
 from mvllm.core.spec.speculation import Speculation
 from mvllm.core.step import PlannedRow, RowDecision
-from mvllm.core.types import RequestId
+from mvllm.core.types import RequestId, TokenId
 
 A, B, C = (RequestId(name) for name in "abc")
 
@@ -47,10 +47,17 @@ class FakeDrafter(Drafter):
         self.seconds = seconds
         self.asked: list[tuple[RequestId, int]] = []
         self.reading: list[RequestId] = []
+        self.at_hand: Any = 0
+        self.questions: list[str] = []
         self.released: list[RequestId] = []
         self.num_closed = 0
 
+    def num_at_hand(self, id: RequestId, token_ids: Sequence[TokenId]) -> Any:
+        self.questions.append(f"at hand after {len(token_ids)}")
+        return self.at_hand
+
     def limit(self, id: RequestId, num_tokens: int) -> Any:
+        self.questions.append(f"limit after {num_tokens}")
         return self.limits
 
     def num_unread(self, id: RequestId, num_tokens: int) -> int:
@@ -120,6 +127,14 @@ def test_decoding_rows_alone_are_asked_about_with_what_they_could_get() -> None:
     expected = DraftDemand(A, 3, limit=6, num_unread=2, num_left=7)
     assert policy.demands == [expected, replace(expected, id=B)]
     assert wishes == {A: 2}
+
+
+def test_the_policy_hears_what_is_at_hand_and_the_drafter_is_asked_for_it_first() -> None:
+    drafter, policy = FakeDrafter(Clock(), limit=4), FakePolicy(lambda rows: [2, 0])
+    drafter.at_hand = 4
+    speculator(drafter, policy, Clock()).wishes(three_rows())
+    assert [demand.num_at_hand for demand in policy.demands] == [4, 4]
+    assert drafter.questions == ["at hand after 3"] * 2 + ["limit after 3"] * 2
 
 
 def test_the_rows_that_the_policy_names_are_told_to_read_all_their_tokens() -> None:
@@ -277,6 +292,14 @@ def test_a_limit_that_is_no_number_ends_drafting() -> None:
     one = speculator(FakeDrafter(Clock(), limit=None), FixedLength(1), Clock())
     assert one.wishes(three_rows()) == {}
     assert one.totals.switched_off is not None
+
+
+def test_an_answer_about_what_is_at_hand_that_is_no_number_ends_drafting() -> None:
+    drafter = FakeDrafter(Clock())
+    drafter.at_hand = "many"
+    one = speculator(drafter, FixedLength(1), Clock())
+    assert one.wishes(three_rows()) == {}
+    assert (one.totals.switched_off or "").startswith("FakeDrafter")
 
 
 def test_ended_and_preempted_rows_are_released_in_drafter_and_policy() -> None:

@@ -48,7 +48,12 @@ PARTS = ("policies", "lengths", "concurrent", "coupling", "report")
 @click.option("--parts", default=",".join(PARTS), show_default=True, help="What to do, with commas.")
 @click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="Prompts, with commas.")
 @click.option("--policies", default=",".join(POLICIES), show_default=True, help="With commas.")
-@click.option("--drafters", default=",".join(DRAFTERS), show_default=True, help="With commas; need --draft.")
+@click.option(
+    "--drafters",
+    default=",".join(DRAFTERS),
+    show_default=True,
+    help="With commas; without --draft it is ngram alone.",
+)
 @click.option("--tokens", default=512, show_default=True, help="Output tokens of a request.")
 @click.option("--repeats", default=3, show_default=True, help="Pairs of runs for each policy.")
 @click.option(
@@ -91,7 +96,10 @@ def main(
     wanted, names = parts.split(","), workloads.split(",")
     constants = tuple(map(int, lengths.split(",")))
     planned: list[Run] = []
-    for drafter in drafters.split(",") if draft is not None else ("ngram",):
+    chosen = drafters.split(",") if draft is not None else ["ngram"]
+    if not set(chosen) <= set(DRAFTERS):
+        raise click.BadParameter(f"{drafters}: there are {', '.join(DRAFTERS)}", param_hint="--drafters")
+    for drafter in chosen:
         for repeat in range(repeats):
             if "policies" in wanted:
                 for name in names:

@@ -133,7 +133,7 @@ class TargetAndDrafter:
         if self.draft_model is None:
             raise ValueError("no draft model was loaded")
         drafter = ModelDrafter(self.draft_model, self._drafter_config)
-        return drafter if kind == "model" else LookupFirst(NgramDrafter(), drafter)
+        return drafter if kind == "model" else LookupFirst(drafter)
 
     def run(
         self,

@@ -82,18 +82,32 @@ def num_different(outputs: Sequence[RequestOutput], expected: Sequence[RequestOu
 @click.option("--prompts", default=len(PROMPTS), show_default=True, help="How many of the prompts.")
 @click.option("--policies", default=",".join(POLICIES), show_default=True, help="With commas.")
 @click.option("--lengths", default="1,2,3,4,5,6", show_default=True, help="Of the policy fixed, with commas.")
+@click.option(
+    "--drafter",
+    type=click.Choice(["model", "ngram+model"]),
+    default="ngram+model",
+    show_default=True,
+    help="How --draft drafts; without it, ngram.",
+)
 @click.option("--backend", default="auto", show_default=True)
 def main(
-    target: Path, draft: Path | None, tokens: int, prompts: int, policies: str, lengths: str, backend: str
+    target: Path,
+    draft: Path | None,
+    tokens: int,
+    prompts: int,
+    policies: str,
+    lengths: str,
+    drafter: str,
+    backend: str,
 ) -> None:
     texts = PROMPTS[:prompts]
     settings: dict[str, Any] = {"backend": backend, "max_model_len": 512, "kv_cache_bytes": 1 << 29}
     with LLM(target, **settings) as llm:
         expected = {name: llm.generate(texts, params) for name, params in samplings(tokens).items()}
     policy = SwitchingPolicy()
-    drafter: dict[str, Any] = {"draft_model": draft} if draft else {"drafter": "ngram"}
+    drafting: dict[str, Any] = {"draft_model": draft, "drafter": drafter} if draft else {"drafter": "ngram"}
     total = 0
-    with LLM(target, **settings, **drafter, draft_policy=policy) as llm:
+    with LLM(target, **settings, **drafting, draft_policy=policy) as llm:
         for case, policy.current in cases(policies.split(","), [int(part) for part in lengths.split(",")]):
             for name, params in samplings(tokens).items():
                 before = llm.engine.totals.speculation
