@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import llvmlite.binding
 from llvmlite import ir
 
-from mvllm.backends.cpu.vector import F32, I8, I16, I32, Emitter, Value, constant, vector
+from mvllm.backends.cpu.vector import F32, I8, I16, I32, I64, Emitter, Value, constant, vector
 from mvllm.core.errors import ConfigError
 
 OVERRIDE = "MVLLM_CPU_ISA"
@@ -65,13 +65,17 @@ Dots = list[list[Value]]
 
 Dot = Callable[[Emitter, Operands], Dots]
 
+MoveBits = Callable[[Emitter, Value, int, int, int], Value]
+
 
 @dataclass(frozen=True)
 class Isa:
     """One instruction set.
 
     `dot(emitter, operands)` emits, for every token and row, the exact sum of (code - zero) * activation, each
-    times the factor of its half where there are factors.
+    times the factor of its half where there are factors. `move_bits(emitter, bytes, source, target, width)`
+    emits, for every byte of a vector, its `width` bits from `source` on, moved to `target`, and zeros in all
+    others; None if there is nothing better than shift and mask.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Isa:
     features: frozenset[str]  # LLVM feature names that the emitted code needs
     native_half: bool  # the hardware converts float16 vectors
     dot: Dot
+    move_bits: MoveBits | None = None
 
 
 def half_to_float(emitter: Emitter, isa: Isa, half: Value) -> Value:
@@ -168,13 +173,25 @@ def _half(emitter: Emitter, operands: Operands, half: int) -> Operands:
 
 
 def _dot_avx512(emitter: Emitter, operands: Operands) -> Dots:
-    instruction = "vpdpwssd" if operands.is_wide else "vpdpbusd"
+    ints = vector(I32, 16)
 
     def step(total: Value, codes: Value, activation: Value) -> Value:
-        weights = emitter.builder.bitcast(codes, vector(I32, 16))
-        return emitter.call(f"llvm.x86.avx512.{instruction}.512", vector(I32, 16), total, weights, activation)
+        weights = emitter.builder.bitcast(codes, ints)
+        if operands.is_wide:
+            # LLVM makes two instructions of its intrinsic, for a shorter chain of dependences.
+            return emitter.assembly("vpdpwssd $3, $2, $0", "=v,0,v,v", total, weights, activation)
+        return emitter.call("llvm.x86.avx512.vpdpbusd.512", ints, total, weights, activation)
 
     return _add_words(emitter, operands, operands.words, _minus_zeros(emitter, operands), step)
+
+
+def _move_bits_gfni(emitter: Emitter, codes: Value, source: int, target: int, width: int) -> Value:
+    # Byte 7 - i of the matrix says which bits add up to bit i of the result.
+    matrix = sum(1 << (source + i) << 8 * (7 - (target + i)) for i in range(width))
+    quads = vector(I64, codes.type.count // 8)
+    matrices = emitter.builder.bitcast(constant(I64, quads.count, matrix), codes.type)
+    bits = 8 * codes.type.count
+    return emitter.call(f"llvm.x86.vgf2p8affineqb.{bits}", codes.type, codes, matrices, I8(0))
 
 
 def _dot_avx2(emitter: Emitter, operands: Operands) -> Dots:
@@ -317,6 +334,9 @@ AVX512 = Isa(
     native_half=True,
     dot=_by_halves(_dot_avx512),
 )
+AVX512_GFNI = replace(
+    AVX512, name="avx512-gfni", features=AVX512.features | {"gfni"}, move_bits=_move_bits_gfni
+)
 AVX2 = Isa(
     name="avx2",
     lanes=8,
@@ -338,7 +358,7 @@ PORTABLE = Isa(
     dot=_by_halves(_dot_portable),
 )
 
-ISAS = {isa.name: isa for isa in (AVX512, AVX2, PORTABLE)}
+ISAS = {isa.name: isa for isa in (AVX512_GFNI, AVX512, AVX2, PORTABLE)}
 """By name, best first."""
 
 

@@ -53,22 +53,27 @@ from mvllm.backends.cpu.vector import (
 TILE_BLOCKS = 2
 """Row blocks of a tile: they share the broadcasts of activations. With three, registers don't suffice."""
 
+_LEAST_TOKENS_FOR_CODES_TIMES_FACTORS = 4
 _FARTHEST_PREFETCH = 128 * 1024  # a part of the second-level cache
 _NEAR_PREFETCH = 2560  # bytes ahead, where the next tile's weights are farther
 _SMALLEST_MAXIMUM = 2.0**-110  # below it code / maximum could overflow; such a group counts as zeros
 
 
-def load_quad(emitter: Emitter, layout: QuantLayout, load_plane: Callable[[int], Value], quad: int) -> Value:
+def load_quad(
+    emitter: Emitter, isa: Isa, layout: QuantLayout, load_plane: Callable[[int], Value], quad: int
+) -> Value:
     """Quad `quad` of a group as uint8 codes, from its code planes (see `layout`)."""
-    parts = [_take_bits(emitter, load_plane(part.plane), part) for part in CODE_PARTS[layout.bits][quad]]
+    parts = [_take_bits(emitter, isa, load_plane(part.plane), part) for part in CODE_PARTS[layout.bits][quad]]
     return functools.reduce(emitter.builder.or_, parts)
 
 
-def _take_bits(emitter: Emitter, plane: Value, part: CodePart) -> Value:
+def _take_bits(emitter: Emitter, isa: Isa, plane: Value, part: CodePart) -> Value:
     """The bits of a part, at their place in the codes, for each byte of a plane."""
     builder, count = emitter.builder, plane.type.count
     if part.width == 8:
         return plane
+    if isa.move_bits is not None and part.plane_bit != part.code_bit and count == 4 * isa.lanes:
+        return isa.move_bits(emitter, plane, part.plane_bit, part.code_bit, part.width)
     words = vector(I32, count // 4)
     bits, right = builder.bitcast(plane, words), part.plane_bit - part.code_bit
     if right > 0:
@@ -88,8 +93,8 @@ def load_word(
         return emitter.load(vector(I8, vector_bytes), group, start + plane * vector_bytes)
 
     if not records.is_wide:
-        return load_quad(emitter, layout, load_plane, word)
-    quad, is_odd = load_quad(emitter, layout, load_plane, word // 2), word % 2 == 1
+        return load_quad(emitter, isa, layout, load_plane, word)
+    quad, is_odd = load_quad(emitter, isa, layout, load_plane, word // 2), word % 2 == 1
     pairs = builder.bitcast(quad, vector(I16, vector_bytes // 2))
     if is_odd:
         pairs = builder.lshr(pairs, constant(I16, vector_bytes // 2, 8))
@@ -185,10 +190,15 @@ def factor_pairs(emitter: Emitter, layout: QuantLayout, factors: list[Value]) ->
     return [pair(low, low), pair(high, high), pair(*zeros)]
 
 
-def half_factors(emitter: Emitter, layout: QuantLayout, by_block: list[list[Value]]) -> HalfFactors | None:
-    """The int32 factors of the halves of some row blocks' groups, as `Isa.dot` takes them; None without."""
-    if layout.scales == 1:
-        return None
+def times_factor(emitter: Emitter, layout: QuantLayout, word: Value, factor: Value) -> Value:
+    """Wide word of codes -> of (code - zero) times `factor`, int16: a half's of `factor_pairs`."""
+    builder, pairs = emitter.builder, vector(I16, word.type.count // 2)
+    centred = builder.sub(builder.bitcast(word, pairs), constant(I16, pairs.count, layout.zero))
+    return builder.bitcast(builder.mul(centred, builder.bitcast(factor, pairs)), word.type)
+
+
+def half_factors(emitter: Emitter, layout: QuantLayout, by_block: list[list[Value]]) -> HalfFactors:
+    """The int32 factors of the halves of some row blocks' groups, as `Isa.dot` takes them."""
     pairs = [factor_pairs(emitter, layout, factors) for factors in by_block]
     return HalfFactors(lambda block, half: pairs[block][half], lambda block: pairs[block][ZEROS])
 
@@ -265,12 +275,22 @@ def emit_tile(
     else:
         ahead = I64(reading.bytes_ahead)
 
+    has_halves = layout.scales > 1
+    # For several tokens it is less work to multiply the codes by them than every token's sums.
+    multiplies_codes = has_halves and records.is_wide and tokens >= _LEAST_TOKENS_FOR_CODES_TIMES_FACTORS
+
     def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
+        halves = [factors.halves(record) for record in at]
+        pairs = [factor_pairs(emitter, layout, each) for each in halves] if multiplies_codes else []
+
         def load(block: int, word: int) -> Value:
             # One by one among the products, since a burst of prefetches would stall them.
             for line in lines[word :: records.words]:
                 emitter.prefetch(emitter.offset(at[block], ahead, line), past_caches=past_caches)
-            return load_word(emitter, isa, layout, records, at[block], word)
+            codes = load_word(emitter, isa, layout, records, at[block], word)
+            if not multiplies_codes:
+                return codes
+            return times_factor(emitter, layout, codes, pairs[block][2 * word // records.words])
 
         scales = [factors.scale(header, record) for header, record in zip(headers, at, strict=True)]
         biases = [factors.bias(header, record) for header, record in zip(headers, at, strict=True)]
@@ -279,8 +299,8 @@ def emit_tile(
             load,
             scales.__getitem__,
             biases.__getitem__,
-            half_factors(emitter, layout, [factors.halves(record) for record in at]),
-            layout.zero,
+            half_factors(emitter, layout, halves) if has_halves and not multiplies_codes else None,
+            0 if multiplies_codes else layout.zero,
         )
         position = emitter.times(index, records.record_bytes)
         product = GroupProduct(emitter, isa, layout, records, weights)
@@ -391,7 +411,7 @@ def emit_row(
         bias = factors.bias(header, record)
         target = emitter.offset(out, emitter.times(index, 4 * GROUP))
         for quad in range(QUADS):
-            code = load_quad(emitter, layout, planes.__getitem__, quad)
+            code = load_quad(emitter, isa, layout, planes.__getitem__, quad)
             centred = builder.sub(builder.zext(code, ints), constant(I32, 4, layout.zero))
             value = builder.fmul(builder.sitofp(centred, floats), scales[quad * len(scales) // QUADS])
             if bias is not None:

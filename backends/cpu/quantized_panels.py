@@ -38,17 +38,16 @@ from mvllm.backends.cpu.quantized_kernels import (
     factor_pairs,
     for_each_group,
     load_word,
+    times_factor,
 )
 from mvllm.backends.cpu.reading import best_reading
 from mvllm.backends.cpu.vector import (
     F32,
     I8,
-    I16,
     I32,
     I64,
     Emitter,
     Value,
-    constant,
     vector,
 )
 
@@ -125,7 +124,11 @@ def emit_unpack(
             if unpacked.has_halves:
                 values += factor_pairs(emitter, layout, halves)
             elif unpacked.is_centred:
-                words = _times_factors(emitter, layout, words, halves)
+                pairs = factor_pairs(emitter, layout, halves)
+                words = [
+                    times_factor(emitter, layout, word, pairs[2 * number // len(words)])
+                    for number, word in enumerate(words)
+                ]
             to = emitter.offset(target, emitter.times(index, blocks * unpacked.block_bytes))
             for position, value in enumerate(values + words):
                 emitter.store(value, to, position * unpacked.vector_bytes)
@@ -136,20 +139,6 @@ def emit_unpack(
         return []
 
     emitter.loop(I64(blocks), [], block)
-
-
-def _times_factors(
-    emitter: Emitter, layout: QuantLayout, words: list[Value], factors: list[Value]
-) -> list[Value]:
-    """Wide words of codes -> of (code - zero) times the factor of their half, int16."""
-    builder, pairs = emitter.builder, vector(I16, words[0].type.count // 2)
-    by_half = [builder.bitcast(pair, pairs) for pair in factor_pairs(emitter, layout, factors)[:ZEROS]]
-    results = []
-    for number, word in enumerate(words):
-        centred = builder.sub(builder.bitcast(word, pairs), constant(I16, pairs.count, layout.zero))
-        product = builder.mul(centred, by_half[2 * number // len(words)])
-        results.append(builder.bitcast(product, word.type))
-    return results
 
 
 def emit_panel_tile(

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import llvmlite.binding
 from llvmlite import ir
 
 from mvllm.backends.cpu.deferred import Deferred, number_type
@@ -131,9 +132,15 @@ class Emitter:
         """
         if constraint is None:
             return value
-        signature = ir.FunctionType(value.type, [value.type])
-        assembly = ir.InlineAsm(signature, "", f"={constraint},0", side_effect=True)
-        return self.builder.call(assembly, [value])
+        return self.assembly("", f"={constraint},0", value)
+
+    def assembly(self, code: str, constraints: str, first: Value, *others: Value) -> Value:
+        """Inline assembly with a result of the first operand's type; it keeps its place in the schedule."""
+        if code:
+            llvmlite.binding.initialize_native_asmparser()
+        operands = [first, *others]
+        signature = ir.FunctionType(first.type, [operand.type for operand in operands])
+        return self.builder.call(ir.InlineAsm(signature, code, constraints, side_effect=True), operands)
 
     def loop(
         self, count: Value, carried: Sequence[Value], body: Callable[[Value, list[Value]], Sequence[Value]]
