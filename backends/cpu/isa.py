@@ -81,6 +81,7 @@ class Isa:
     name: str
     lanes: int
     max_tokens: int  # tokens of the largest tile, panels apart
+    panel_tokens: int  # tokens of a tile over a panel of quantized weights
     streamed_tokens: int  # up to so many are multiplied with streams of quantized weights (`reading`)
     register: str | None  # inline-assembly constraint of a vector register, None: don't pin
     features: frozenset[str]  # LLVM feature names that the emitted code needs
@@ -328,6 +329,7 @@ AVX512 = Isa(
     name="avx512",
     lanes=16,
     max_tokens=8,
+    panel_tokens=4,
     streamed_tokens=2,
     register="v",
     features=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
@@ -341,6 +343,7 @@ AVX2 = Isa(
     name="avx2",
     lanes=8,
     max_tokens=6,
+    panel_tokens=3,
     streamed_tokens=1,
     register="x",
     features=frozenset({"avx2", "fma", "f16c"}),
@@ -351,6 +354,7 @@ PORTABLE = Isa(
     name="portable",
     lanes=8,
     max_tokens=4,
+    panel_tokens=3,
     streamed_tokens=1,
     register=None,
     features=frozenset(),

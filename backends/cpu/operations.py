@@ -22,7 +22,7 @@ from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import call_operation, i32_at, i64_at, record_at
 from mvllm.backends.cpu.program import Kind
 from mvllm.backends.cpu.quantized_kernels import TILE_BLOCKS
-from mvllm.backends.cpu.quantized_panels import PANEL_SHAPE
+from mvllm.backends.cpu.quantized_panels import PANEL_BLOCKS
 from mvllm.backends.cpu.sampler import sample_rows
 from mvllm.backends.cpu.tables import (
     ARRIVED,
@@ -47,7 +47,6 @@ _TOKENS = int(Domain.TOKENS)
 _ADD, _SILU, _GELU_TANH, _SOFT_CAP = (
     int(e) for e in (Epilogue.ADD, Epilogue.SILU, Epilogue.GELU_TANH, Epilogue.SOFT_CAP)
 )
-_PANEL_BLOCKS = PANEL_SHAPE.blocks
 _MANY_ROWS = 16  # from about so many on products are computed by panels
 _INSTRUCTION_BYTES = INSTRUCTION.itemsize
 _ITEM_BYTES = ITEM.itemsize
@@ -133,7 +132,7 @@ def _share_of_columns(instruction: Any, worker: Any) -> Any:
     if i.domain != _TOKENS:  # the head, the only product over logit rows
         blocks = min(blocks, (step_at(_step_of(worker)).vocab_limit + p.lanes - 1) // p.lanes)
     if rows > 1:  # row blocks that are mostly computed together stay together
-        together = TILE_BLOCKS if rows < _MANY_ROWS else _PANEL_BLOCKS
+        together = TILE_BLOCKS if rows < _MANY_ROWS else PANEL_BLOCKS
     first, last = share_of(worker, (blocks + together - 1) // together)
     return min(first * together, blocks), min(last * together, blocks)
 
