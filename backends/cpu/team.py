@@ -9,9 +9,9 @@ States of a worker thread:
 
 The caller works too, as thread 0. Threads meet at barriers inside the job and once more at its end, so a job
 never overlaps the next one. A call may count on fewer threads than there are (`team_size`): on those with the
-lowest numbers. A thread's share of the work follows its pace in the calls before (`share_of`), since a core
-that another virtual machine loads too takes half as long again for seconds. Words shared between threads lie
-on cache lines of their own.
+lowest numbers. A thread's share of the work follows its pace (`share_of`), also within a call: a core that
+another virtual machine loads too takes half as long again, for milliseconds or for seconds. Words shared
+between threads lie on cache lines of their own.
 """
 
 from __future__ import annotations
@@ -59,27 +59,29 @@ A call is its number times `_CALL_STEP`, plus how many threads it counts on: one
 the one without the other. `arrivals` only grows, so no thread has to reset what another still reads."""
 
 _PER_WORKER = ("thread", "threads", "control", "meetings", "call", "took_ns", "waited_ns", "naps")
-_FOR_SHARES = ("tries", "napped_ns", "share_first", "share_last", "is_working")
+_WINDOW = ("is_working", "window_ns", "tries", "napped_ns", "spent_ns", "lost_ns")
+_SHARE = ("share_first", "share_last", "next_first", "next_last")
+_OF_WORKER = (*_PER_WORKER, *_WINDOW, *_SHARE)
 WORKER = np.dtype(
     {
-        "names": [*_PER_WORKER, *_FOR_SHARES, "asleep"],
-        "formats": [np.int64] * (len(_PER_WORKER) + len(_FOR_SHARES) + 1),
-        "offsets": [*range(0, 8 * (len(_PER_WORKER) + len(_FOR_SHARES)), 8), 2 * LINE_BYTES],
-        "itemsize": 3 * LINE_BYTES,
+        "names": [*_OF_WORKER, "asleep"],
+        "formats": [np.int64] * (len(_OF_WORKER) + 1),
+        "offsets": [*range(0, 8 * len(_OF_WORKER), 8), 3 * LINE_BYTES],
+        "itemsize": 4 * LINE_BYTES,
     }
 )
 """One thread's own words: its number, how many work in this call, the barriers of this call so far, the last
 call that it saw, how long that took it, how much of this it waited for others beyond a moment, at how many of
 the call's barriers it slept.
 
-Then what shares follow from: how often it tried at barriers before it slept, and how long it slept, the first
-barrier and the one at the end of a call left out; its share of the work (`share_of`); and whether it is still
-at the job.
+Then what shares follow from: whether it is still at the job; when the present window began, how often it has
+tried at barriers in it before it slept, and how long it has slept; how long the last window took, and how
+much of it was waiting. Its share of the work (`share_of`), and the one that follows (`_adjust_share`).
 
 And the flag "asleep" (1: the thread waits on its semaphore or is about to; who changes it back to 0 decides
 whether the semaphore is released)."""
 
-_ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, 2 * LINE_BYTES  # offsets, for the atomic operations
+_ARRIVALS, _CLOSED, _ASLEEP = LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES  # offsets, for the atomic operations
 _WORKER_BYTES = WORKER.itemsize
 _CALL_STEP = 1 << 16
 
@@ -96,7 +98,8 @@ _BEARABLE_WAIT = 8  # ... and time of a call to what it waits: more of both mean
 _FIRST_REST, _LONGEST_REST = 4, 256  # calls with fewer spins before the next trial of more
 _BETWEEN_CALLS = 6  # times the spins at a barrier: what a caller does between two calls takes about so long
 _SHARE_UNITS = 1 << 16  # of all work
-_PACE_NS = 20e6  # of work, that a thread's pace is about the mean of
+_WINDOW_BARRIERS = 16  # of a call, after which shares are corrected: in a step about one and a half layers
+_PACE_NS = 4e6  # of work, that a thread's pace is about the mean of
 _SLOWEST_PACE, _FASTEST_PACE = 0.25, 4.0  # of a thread, the mean of all being 1
 _LEAST_WORKED = 0.25  # of a call's time: who worked less was disturbed rather than quick
 _IDLE_NAPS = 100  # then, before a worker goes to sleep in Python: some milliseconds
@@ -109,6 +112,75 @@ control_at = record_at(CONTROL)
 worker_at = record_at(WORKER)
 
 
+@kernel("int64(int64)")
+def _window_lost_ns(worker_address: Any) -> Any:
+    worker = worker_at(worker_address)
+    return worker.napped_ns + worker.tries * control_at(worker.control).ps_per_try // 1000
+
+
+@kernel("void(int64, int64)")
+def _learn_paces(control_address: Any, workers: Any) -> Any:
+    """Correct the threads' paces in calls of this kind by what they waited in the last window: with the right
+    shares they would have waited equally long. A long window weighs more than a short one."""
+    control = control_at(control_address)
+    threads = control.call % _CALL_STEP
+    spent_ns = np.float64(worker_at(workers).spent_ns)
+    if threads < 2 or spent_ns <= 0.0:
+        return
+    paces = f64_at(control.paces + 8 * control.kind * control.crew)
+    gain, total = spent_ns / (spent_ns + _PACE_NS), 0.0
+    for thread in range(threads):
+        lost_ns = worker_at(workers + thread * _WORKER_BYTES).lost_ns
+        worked_ns = max(spent_ns - lost_ns, _LEAST_WORKED * spent_ns)
+        found = paces[thread] * spent_ns / worked_ns  # all of them are multiplied by the same below
+        paces[thread] += gain * (found - paces[thread])
+        total += paces[thread]
+    for thread in range(threads):
+        paces[thread] = min(max(paces[thread] * threads / total, _SLOWEST_PACE), _FASTEST_PACE)
+
+
+@kernel("void(int64, int64, int64)")
+def _share_out(control_address: Any, workers: Any, threads: Any) -> Any:
+    """Say which share of the work each of the first `threads` takes next."""
+    control = control_at(control_address)
+    paces, total = f64_at(control.paces + 8 * control.kind * control.crew), 0.0
+    for thread in range(threads):
+        total += paces[thread]
+    first, before = 0, 0.0
+    for thread in range(threads):
+        before += paces[thread]
+        last: Any = _SHARE_UNITS if thread == threads - 1 else np.int64(before / total * _SHARE_UNITS)
+        worker = worker_at(workers + thread * _WORKER_BYTES)
+        worker.next_first, worker.next_last = first, last
+        first = last
+
+
+@kernel("void(int64)")
+def _adjust_share(worker_address: Any) -> Any:
+    """After a barrier: correct the shares in calls of many barriers, by what was waited in the last window.
+
+    What one thread has written before a barrier others read after it: at the first barrier of a window each
+    thread tells what it waited in the window before, after the second one thread 0 learns from that and says
+    which shares follow, after the third every thread takes its own.
+    """
+    worker = worker_at(worker_address)
+    place = (worker.meetings - 1) % _WINDOW_BARRIERS
+    if not worker.is_working or place > 2:
+        return
+    is_first = worker.meetings <= _WINDOW_BARRIERS  # which nothing was told before
+    if place == 0:
+        now = now_ns()
+        if not is_first:
+            worker.spent_ns, worker.lost_ns = now - worker.window_ns, _window_lost_ns(worker_address)
+        worker.window_ns, worker.tries, worker.napped_ns = now, 0, 0
+    elif place == 1:
+        if worker.thread == 0 and not is_first:
+            _learn_paces(worker.control, worker_address)
+            _share_out(worker.control, worker_address, worker.threads)
+    else:
+        worker.share_first, worker.share_last = worker.next_first, worker.next_last
+
+
 @kernel("void(int64)")
 def meet(worker_address: Any) -> Any:
     """Wait until every thread that works in this call is here."""
@@ -118,9 +190,10 @@ def meet(worker_address: Any) -> Any:
     worker.meetings += 1
     target = control_at(worker.control).base + worker.meetings * worker.threads
     arrivals = worker.control + _ARRIVALS
-    if atomic_add(arrivals, 1) + 1 >= target:
-        return
     tries, since, spins = 0, 0, control_at(worker.control).spins
+    if atomic_add(arrivals, 1) + 1 >= target:
+        _adjust_share(worker_address)
+        return
     while atomic_load(arrivals) < target:
         if tries == spins:
             since = now_ns()
@@ -136,6 +209,7 @@ def meet(worker_address: Any) -> Any:
     if worker.meetings > 1 and worker.is_working:
         worker.tries += min(tries, spins)
         worker.napped_ns += napped_ns
+    _adjust_share(worker_address)
 
 
 @kernel("UniTuple(int64, 2)(int64, int64)")
@@ -157,6 +231,8 @@ def _work(worker_address: Any, call: Any) -> Any:
     worker.is_working = 0
     meet(worker_address)
     worker.took_ns = now_ns() - started
+    if worker.meetings <= _WINDOW_BARRIERS:  # the whole call is a window, of which the next one learns
+        worker.spent_ns, worker.lost_ns = worker.took_ns, _window_lost_ns(worker_address)
 
 
 @kernel("int64(int64)")
@@ -235,44 +311,6 @@ def _choose_spins(control_address: Any, workers: Any) -> Any:
             control.spins = control.long_spins
 
 
-@kernel("void(int64, int64)")
-def _learn_paces(control_address: Any, workers: Any) -> Any:
-    """Correct the threads' paces in calls of the last one's kind by what they waited in it: with the right
-    shares they would have waited equally long. A long call weighs more than a short one."""
-    control = control_at(control_address)
-    threads = control.call % _CALL_STEP
-    took_ns = np.float64(worker_at(workers).took_ns)
-    if threads < 2 or took_ns <= 0.0:
-        return
-    paces = f64_at(control.paces + 8 * control.kind * control.crew)
-    gain, total = took_ns / (took_ns + _PACE_NS), 0.0
-    for thread in range(threads):
-        worker = worker_at(workers + thread * _WORKER_BYTES)
-        waited_ns = worker.napped_ns + 1e-3 * worker.tries * control.ps_per_try
-        worked_ns = max(took_ns - waited_ns, _LEAST_WORKED * took_ns)
-        found = paces[thread] * took_ns / worked_ns  # all of them are multiplied by the same below
-        paces[thread] += gain * (found - paces[thread])
-        total += paces[thread]
-    for thread in range(threads):
-        paces[thread] = min(max(paces[thread] * threads / total, _SLOWEST_PACE), _FASTEST_PACE)
-
-
-@kernel("void(int64, int64, int64)")
-def _share_out(control_address: Any, workers: Any, threads: Any) -> Any:
-    """Give each of the first `threads` its share of the work of a call to come."""
-    control = control_at(control_address)
-    paces, total = f64_at(control.paces + 8 * control.kind * control.crew), 0.0
-    for thread in range(threads):
-        total += paces[thread]
-    first, before = 0, 0.0
-    for thread in range(threads):
-        before += paces[thread]
-        last: Any = _SHARE_UNITS if thread == threads - 1 else np.int64(before / total * _SHARE_UNITS)
-        worker = worker_at(workers + thread * _WORKER_BYTES)
-        worker.share_first, worker.share_last = first, last
-        first = last
-
-
 @kernel("int64(int64, int64, int64, int64, int64, int64)")
 def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argument: Any, kind: Any) -> Any:
     """Start a call for the first `threads`.
@@ -281,10 +319,14 @@ def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argum
     before the caller takes part in it.
     """
     _choose_spins(control_address, workers)
-    _learn_paces(control_address, workers)
     control = control_at(control_address)
+    if worker_at(workers).meetings <= _WINDOW_BARRIERS:
+        _learn_paces(control_address, workers)
     control.kind = kind
     _share_out(control_address, workers, threads)
+    for thread in range(threads):
+        worker = worker_at(workers + thread * _WORKER_BYTES)
+        worker.share_first, worker.share_last = worker.next_first, worker.next_last
     control.argument, control.base = argument, atomic_load(control_address + _ARRIVALS)
     if atomic_load(control.latest) != control_address:
         atomic_exchange(control.latest, control_address)

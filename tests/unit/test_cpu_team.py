@@ -29,9 +29,11 @@ from mvllm.backends.cpu.team import (
     _FIRST_REST,
     _LONGEST_REST,
     _SLEEP,
+    _WINDOW_BARRIERS,
     CONTROL,
     WORKER,
     Team,
+    _adjust_share,
     _choose_spins,
     _latest,
     _learn_paces,
@@ -307,29 +309,63 @@ class _Shares:
 
     def __init__(self, threads: int, kinds: int = 1) -> None:
         self._threads = threads
-        self._control, self._workers = np.zeros(1, CONTROL), np.zeros(threads, WORKER)
+        self._control, self.workers = np.zeros(1, CONTROL), np.zeros(threads, WORKER)
         self.paces = np.ones((kinds, threads))
         self._control["paces"], self._control["crew"] = self.paces.ctypes.data, threads
         self._control["ps_per_try"], self._control["call"] = 1_000, threads
-        self._workers["control"] = self._control.ctypes.data
+        self.workers["control"] = self._control.ctypes.data
 
     def of(self, count: int, kind: int = 0) -> list[int]:
         """How many of so many pieces fall to each thread in a call; they follow one another, without gaps."""
         self._control["kind"] = kind
-        _share_out(self._control.ctypes.data, self._workers.ctypes.data, self._threads)
-        bounds = [
-            _share(self._workers.ctypes.data + i * WORKER.itemsize, count) for i in range(self._threads)
-        ]
+        _share_out(self._control.ctypes.data, self.workers.ctypes.data, self._threads)
+        self.workers["share_first"] = self.workers["next_first"]
+        self.workers["share_last"] = self.workers["next_last"]
+        bounds = [_share(self.workers.ctypes.data + i * WORKER.itemsize, count) for i in range(self._threads)]
         assert bounds[0][0] == 0 and bounds[-1][1] == count
         assert all(before[1] == after[0] for before, after in pairwise(bounds))
         return [last - first for first, last in bounds]
 
     def learn(self, *worked_ns: float, kind: int = 0) -> None:
         self._control["kind"] = kind
-        self._workers["took_ns"] = took_ns = max(worked_ns)
-        waited = took_ns - np.array(worked_ns)
-        self._workers["napped_ns"], self._workers["tries"] = waited // 2, waited - waited // 2
-        _learn_paces(self._control.ctypes.data, self._workers.ctypes.data)
+        self.workers["spent_ns"] = spent_ns = max(worked_ns)
+        self.workers["lost_ns"] = spent_ns - np.array(worked_ns)
+        _learn_paces(self._control.ctypes.data, self.workers.ctypes.data)
+
+
+@njit
+def _adjust(worker: Any) -> Any:
+    _adjust_share(worker)
+
+
+def test_shares_are_corrected_within_a_call_by_all_threads_at_the_same_barrier() -> None:
+    shares = _Shares(2)
+    shares.of(1000)
+    workers = shares.workers
+    workers["thread"], workers["threads"], workers["is_working"] = range(2), 2, 1
+
+    def pass_barrier(number: int) -> list[int]:
+        workers["meetings"] = number
+        for thread in (1, 0):
+            _adjust(workers.ctypes.data + thread * WORKER.itemsize)
+        assert workers["share_last"][0] == workers["share_first"][1]
+        return [int(last - first) for first, last in workers[["share_first", "share_last"]].tolist()]
+
+    equal = pass_barrier(1)
+    assert equal[0] == equal[1]
+    for number in range(2, _WINDOW_BARRIERS + 1):
+        assert pass_barrier(number) == equal, "nothing is known yet"
+    workers["window_ns"] -= 10**9  # a window of a second or more, of which the second thread waits half
+    workers["tries"] = 0, 500_000_000
+    assert pass_barrier(_WINDOW_BARRIERS + 1) == equal
+    assert pass_barrier(_WINDOW_BARRIERS + 2) == equal
+    corrected = pass_barrier(_WINDOW_BARRIERS + 3)
+    assert 1.2 < corrected[1] / corrected[0] < 2.1
+    assert pass_barrier(_WINDOW_BARRIERS + 4) == corrected
+    assert list(workers["tries"]) == [0, 0], "a new window"
+    workers["is_working"] = 0
+    assert pass_barrier(2 * _WINDOW_BARRIERS + 1) == corrected, "the last barrier belongs to no window"
+    assert list(workers["lost_ns"]) == [0, 500_000_000]
 
 
 @njit
@@ -356,7 +392,7 @@ def test_threads_come_to_wait_equally_long_whatever_their_speeds(speeds: list[fl
 
 def test_a_short_call_changes_paces_little_and_a_long_one_nearly_all() -> None:
     shares = _Shares(2)
-    shares.learn(2e6, 1e6)
+    shares.learn(2e5, 1e5)
     assert 500 < shares.of(1000)[1] < 525
     shares.learn(2e9, 1e9)
     assert 650 < shares.of(1000)[1] < 700
