@@ -229,10 +229,13 @@ def _work(worker_address: Any, call: Any) -> Any:
     started, worker.is_working = now_ns(), 1
     call_operation(control.job, control.argument, worker_address)
     worker.is_working = 0
+    is_window = worker.meetings < _WINDOW_BARRIERS  # the whole call, and the next one learns of it
+    if is_window:
+        worker.lost_ns = _window_lost_ns(worker_address)
     meet(worker_address)
     worker.took_ns = now_ns() - started
-    if worker.meetings <= _WINDOW_BARRIERS:  # the whole call is a window, of which the next one learns
-        worker.spent_ns, worker.lost_ns = worker.took_ns, _window_lost_ns(worker_address)
+    if is_window:
+        worker.spent_ns = worker.took_ns  # only the caller's is read, who knows by then that it is written
 
 
 @kernel("int64(int64)")

@@ -94,6 +94,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._catching_up = 0.0  # seconds spent for rows that have had no draft since
         self._since_plain: dict[int, int] = {}  # by group of rows: steps with drafts since one without
         self._readers: frozenset[RequestId] = frozenset()
+        self._has_seen_copies = False  # drafts at hand
 
     # --- decide ------------------------------------------------------------------------------------------
 
@@ -104,6 +105,7 @@ class AdaptiveLength(DraftLengthPolicy):
             if row.is_reading and demand.num_unread > 0:  # the drafter could not begin then
                 row.told_to_read = row.is_reading = False
             row.is_reading &= row.num_behind > SMALL_CATCH_UP
+        self._has_seen_copies |= any(row.is_at_hand for row in self._rows.values())
         num_rows, self._readers = len(rows), frozenset()
         since_plain = self._since_plain.get(row_group(num_rows), 0)
         if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and since_plain < PLAIN_EVERY:
@@ -135,7 +137,7 @@ class AdaptiveLength(DraftLengthPolicy):
         """The best lengths of all rows whose drafts have a known price, or of those with drafts at hand
         alone: a slow drafter must not keep these from being used."""
         at_hand, others = _by_kind(rows)
-        candidates = [at_hand]
+        candidates: list[Sequence[DraftDemand]] = [at_hand]
         if self._draft.known and others:
             candidates.append(rows if at_hand else others)
         plans = [
@@ -249,8 +251,12 @@ class AdaptiveLength(DraftLengthPolicy):
         """Drafts for the row of which least is known, if they may pay and the savings cover their loss."""
         uncertain = max(idle, key=self._worth_trying)
         hope = self._hope(uncertain, HOPE)
-        # Without knowing what drafts cost, nobody can say that they don't pay.
-        if self._forward.curve(num_rows).is_known and not self._best([uncertain], [hope], num_rows):
+        if not self._forward.curve(num_rows).is_known:
+            # Without knowing what drafts cost, nobody can say that they don't pay. Copies tell what forwards
+            # cost for nothing; with several rows a model would first have to read, and often in vain.
+            if num_rows > 1 and self._has_seen_copies and uncertain.num_at_hand == 0:
+                return {}
+        elif not self._best([uncertain], [hope], num_rows):
             return {}
         without = self._forward.seconds(num_rows, num_tokens)
         if uncertain.num_at_hand > 0:

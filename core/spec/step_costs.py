@@ -19,7 +19,8 @@ SMALL_CATCH_UP = 16  # tokens of a row that count as part of an ordinary pass
 
 
 class _Samples:
-    """The latest values, and their lower quartile: a disturbed step only ever takes longer."""
+    """The latest values, and their lower quartile: a disturbed step only ever takes longer. Of few values it
+    is the second, for the lowest of a noisy few is too good to be true."""
 
     __slots__ = ("_values", "low", "step")
 
@@ -30,7 +31,8 @@ class _Samples:
 
     def add(self, value: float, step: int) -> None:
         self._values.append(value)
-        self.low = sorted(self._values)[len(self._values) // 4]
+        count = len(self._values)
+        self.low = sorted(self._values)[max(count // 4, min(count - 1, 1))]
         self.step = step
 
     @property

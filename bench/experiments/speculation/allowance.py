@@ -1,8 +1,9 @@
 """The speed-up that measured times and acceptance allow a policy to reach.
 
 For each constant length k, from a run with it: how many tokens a step brought on average, and what a step
-took on average, with the median time for its number of drafts in place of each step's own time, so that
-disturbed steps don't count. Tokens over seconds is the expected rate of length k; length 0 is the same
+took on average, with the median time for its number of tokens in place of each forward's own time, so that
+disturbed ones don't count; drafting counts as it was, for what is looked up takes no time and what a model
+drafts does. Tokens over seconds is the expected rate of length k; length 0 is the same
 without drafts. The allowance is the best of these rates over that of length 0. A policy that knew the text
 could do better, by changing the length; one that has to find out should come near.
 """
@@ -44,9 +45,8 @@ def allowance(pairs: Sequence[Pair]) -> Allowance:
 
 def seconds_per_token(steps: StepSummary) -> float:
     """Of a run with a single request."""
-    seconds = tokens = 0.0
+    seconds, tokens = steps.draft_total, 0.0
     for drafts, count in steps.lengths.items():
-        forward = steps.forward_seconds[str(int(drafts) + 1)]
-        seconds += count * (forward + steps.draft_seconds[drafts])
+        seconds += count * steps.forward_seconds[str(int(drafts) + 1)]
         tokens += count + steps.accepted_by_length[drafts]
     return seconds / tokens

@@ -32,7 +32,7 @@ ones are sampled at 0.8 with different seeds, half of them on each prompt. Token
 all output ids.
 
 *Allowed* is the best expected speed-up over constant draft lengths, from runs with each of them: mean tokens
-per step over mean time per step, with median times for each number of drafts (`allowance.py`).
+per step over mean time per step, with median times of forwards for each number of drafts (`allowance.py`).
 """
 
 LIMITS = """\
