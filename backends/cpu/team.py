@@ -98,10 +98,10 @@ _BEARABLE_WAIT = 8  # ... and time of a call to what it waits: more of both mean
 _FIRST_REST, _LONGEST_REST = 4, 256  # calls with fewer spins before the next trial of more
 _BETWEEN_CALLS = 6  # times the spins at a barrier: what a caller does between two calls takes about so long
 _SHARE_UNITS = 1 << 16  # of all work
-_WINDOW_BARRIERS = 16  # of a call, after which shares are corrected: in a step about one and a half layers
+_WINDOW_BARRIERS = 16  # of a call, after which shares are corrected: of a step two or three layers
 _PACE_NS = 4e6  # of work, that a thread's pace is about the mean of
 _SLOWEST_PACE, _FASTEST_PACE = 0.25, 4.0  # of a thread, the mean of all being 1
-_LEAST_WORKED = 0.25  # of a call's time: who worked less was disturbed rather than quick
+_LEAST_WORKED = 0.25  # of a window's time: who worked less was disturbed rather than quick
 _IDLE_NAPS = 100  # then, before a worker goes to sleep in Python: some milliseconds
 _SLEEP, _CLOSE = 0, 1  # why `serve` returned
 
@@ -229,7 +229,7 @@ def _work(worker_address: Any, call: Any) -> Any:
     started, worker.is_working = now_ns(), 1
     call_operation(control.job, control.argument, worker_address)
     worker.is_working = 0
-    is_window = worker.meetings < _WINDOW_BARRIERS  # the whole call, and the next one learns of it
+    is_window = worker.meetings <= _WINDOW_BARRIERS  # the whole call, and the next one learns of it
     if is_window:
         worker.lost_ns = _window_lost_ns(worker_address)
     meet(worker_address)
@@ -323,7 +323,7 @@ def _call(control_address: Any, workers: Any, sleepers: Any, threads: Any, argum
     """
     _choose_spins(control_address, workers)
     control = control_at(control_address)
-    if worker_at(workers).meetings <= _WINDOW_BARRIERS:
+    if worker_at(workers).meetings <= _WINDOW_BARRIERS + 1:  # the last one included
         _learn_paces(control_address, workers)
     control.kind = kind
     _share_out(control_address, workers, threads)
