@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from operator import mul
 
 from mvllm.core.spec.acceptance import AcceptanceModel
@@ -14,27 +14,38 @@ from mvllm.core.spec.draft_length import (
     DraftResult,
     SpeculationStep,
 )
-from mvllm.core.spec.step_costs import CLIP, SMALL_CATCH_UP, DraftCosts, ForwardCosts, row_group
+from mvllm.core.spec.step_costs import (
+    CLIP,
+    FORGET_AFTER,
+    SMALL_CATCH_UP,
+    DraftCosts,
+    ForwardCosts,
+    row_group,
+)
 from mvllm.core.types import RequestId
 
 DEFAULT_ADAPTIVE_MAX = 16
 FIRST_SAVINGS = 5.0  # tokens: what trying out a new drafter may lose
 TRIAL_SHARE = 0.006  # of the tokens, that trials may lose from then on
-MAX_SAVINGS = 16.0  # tokens
+MAX_SAVINGS = 16.0  # tokens, for each row
 HOPE = 0.85  # chance of acceptance at which drafting has to pay for a trial to make sense
+TRIAL_AFTER = 48  # output tokens, before a drafter reads for a trial: how a text begins tells little of it
 FIRST_TRIAL = 2  # drafts, as long as nothing is known of the drafter's cost
 MAX_TRIAL = 4  # drafts
 LARGEST_GROWTH = 8  # times the drafts of the largest step that was measured
-PLAIN_EVERY = 128  # steps between measurements of a step without drafts
-CATCH_UP_ROUNDS = 64  # rounds of drafting over which the cost of catching up has to come back
+PLAIN_FIRST = 2  # steps without drafts that are timed before there are any
+PLAIN_SHARE = 0.004  # of the time, that more such steps may lose, which only measure ...
+PLAIN_SURE = 8  # ... once so many were timed: the fewer there are, the sooner comes the next one
+GUESSED_CATCH_UP = 1 / 32  # of a plain step's time, for each token, before a drafter has read any
+CATCH_UP_ROUNDS = 64  # rounds of drafting at most over which the cost of catching up has to come back
 PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
 PROPOSING_DRIFT = 0.01  # back to 1, for each step in which the row was not asked to draft
 READ_HOPE = 0.7  # of wrong drafts: as many are hoped to become right if the drafter has read everything
 READ_SHARE = 0.7  # of the time that this would save, that reading may take
 READ_HORIZON = 2  # tokens at most that are expected to come, for each one there is
 LEAST_ACCEPTED = 24  # drafts of a row, before its drafter reads everything ...
-LEAST_RIGHT = 0.6  # ... and share of its rounds whose first draft was accepted
-LEAST_GAIN = 0.02  # of tokens per second, if all rows may draft; for less it is not worth the risk
+LEAST_RIGHT = 0.65  # ... and share of its rounds whose first draft was accepted
+LEAST_RETURN = 1.08  # times the tokens of steps without drafts, that drafts have to bring in the same time
 LEAST_SURVIVAL = 0.02  # drafts less likely to be accepted than this are not considered
 
 
@@ -65,12 +76,16 @@ class AdaptiveLength(DraftLengthPolicy):
     forwards, of draft passes and of catching up with unseen tokens are measured; so are chances of
     acceptance (`acceptance.py`).
 
+    Estimates err, and a batch that keeps the processor busy has little to gain. So drafts have to bring
+    `LEAST_RETURN` times what steps without any give in the same time, and such steps are timed now and then,
+    the more often the less drafting is expected to gain.
+
     A row that seems not to pay is tried all the same as long as what a trial would lose, should every
     draft be wrong, is covered: by what the row's own drafts have brought, or by savings that all rows
     share. These are a few tokens' time for a new drafter, so that a bad beginning is not the end, and
     from then on a small share of all time. What drafts bring and take is booked after every step, in
     tokens. So drafting that never pays loses `FIRST_SAVINGS` tokens and `TRIAL_SHARE` of the time, besides
-    what the drafter took to begin with.
+    what the drafter took to begin with, as far as that is more than was guessed.
 
     A drafter that begins with the end of a text alone is told to read all of it once some of the row's drafts
     were accepted, and most rounds began with a right one, if reading takes less than what better drafts are
@@ -106,45 +121,74 @@ class AdaptiveLength(DraftLengthPolicy):
                 row.told_to_read = row.is_reading = False
             row.is_reading &= row.num_behind > SMALL_CATCH_UP
         self._has_seen_copies |= any(row.is_at_hand for row in self._rows.values())
-        num_rows, self._readers = len(rows), frozenset()
-        since_plain = self._since_plain.get(row_group(num_rows), 0)
-        if rows and self._forward.seconds(num_rows, num_rows) > 0.0 and since_plain < PLAIN_EVERY:
-            chosen: dict[RequestId, int] = {}
-            # Until it is known what drafts cost, they are tried with one row.
-            if self._forward.curve(num_rows).is_known:
-                chosen = self._best_of(rows, num_rows)
-                self._readers = self._choose_reader([row for row in rows if row.id in chosen], num_rows)
-            for demand in rows:
-                row = self._rows[demand.id]
-                if demand.id in self._readers:
-                    row.told_to_read = row.is_reading = True
-                elif row.is_reading and demand.limit > 0 and not row.is_at_hand:
-                    chosen.setdefault(demand.id, 1)
-            idle = [demand for demand in rows if demand.limit > 0 and demand.id not in chosen]
-            num_tokens = num_rows + sum(chosen.values())
-            for of_kind in filter(None, _by_kind(idle)):
-                if trial := self._affordable_trial(of_kind, num_rows, num_tokens):
-                    chosen |= trial
-                    break
-            for id, length in chosen.items():
+        self._readers = frozenset()
+        num_rows = len(rows)
+        if self._forward.curve(num_rows).num_samples(row_group(num_rows)) >= PLAIN_FIRST:
+            for id, length in self._choose(rows, num_rows).items():
                 self._rows[id].asked = length
         return [self._rows[demand.id].asked for demand in rows]
+
+    def _choose(self, rows: Sequence[DraftDemand], num_rows: int) -> dict[RequestId, int]:
+        """Lengths above 0: the best ones, and a trial. Sets `_readers`."""
+        chosen: dict[RequestId, int] = {}
+        # Until it is known what drafts cost, they are tried with one row.
+        if self._forward.curve(num_rows).is_known:
+            chosen, rate = self._best_of(rows, num_rows)
+            if chosen and self._is_plain_due(num_rows, rate):
+                return {}
+            self._readers = self._choose_reader([row for row in rows if row.id in chosen], num_rows)
+        for demand in rows:
+            row = self._rows[demand.id]
+            if demand.id in self._readers:
+                row.told_to_read = row.is_reading = True
+            elif row.is_reading and demand.limit > 0 and not row.is_at_hand:
+                chosen.setdefault(demand.id, 1)
+        idle = [demand for demand in rows if demand.id not in chosen and self._is_worth_trying(demand)]
+        num_tokens = num_rows + sum(chosen.values())
+        for of_kind in filter(None, _by_kind(idle)):
+            if trial := self._affordable_trial(of_kind, num_rows, num_tokens):
+                return chosen | trial
+        return chosen
 
     def readers(self) -> frozenset[RequestId]:
         return self._readers
 
-    def _best_of(self, rows: Sequence[DraftDemand], num_rows: int) -> dict[RequestId, int]:
+    def _is_plain_due(self, num_rows: int, rate: float) -> bool:
+        """Whether it is time to see again what a step without drafts takes: the less these are expected to
+        gain, the sooner, for then the more depends on it, and a look costs the less."""
+        group = row_group(num_rows)
+        since_plain = self._since_plain.get(group, 0)
+        lost = 1.0 - num_rows / (self._forward.seconds(num_rows, num_rows) * rate)  # of a step
+        certainty = min(1.0, self._forward.curve(num_rows).num_samples(group) / PLAIN_SURE)
+        return since_plain * PLAIN_SHARE >= certainty * lost or since_plain + 1 >= FORGET_AFTER
+
+    def _best_of(self, rows: Sequence[DraftDemand], num_rows: int) -> tuple[dict[RequestId, int], float]:
         """The best lengths of all rows whose drafts have a known price, or of those with drafts at hand
-        alone: a slow drafter must not keep these from being used."""
+        alone: a slow drafter must not keep these from being used. And the tokens per second expected."""
         at_hand, others = _by_kind(rows)
         candidates: list[Sequence[DraftDemand]] = [at_hand]
         if self._draft.known and others:
-            candidates.append(rows if at_hand else others)
+            candidates.append([*at_hand, *self._admit(others, num_rows)])
         plans = [
             self._plan(some, [self._survival(demand) for demand in some], num_rows, self._most_drafts())
             for some in candidates
         ]
-        return max(plans, key=lambda plan: (bool(plan[0]), plan[1]))[0]
+        return max(plans, key=lambda plan: (bool(plan[0]), plan[1]))
+
+    def _admit(self, rows: Sequence[DraftDemand], num_rows: int) -> list[DraftDemand]:
+        """Not more rows than their drafter can catch up with while a step is computed, for all others wait;
+        but the most promising one in any case."""
+        near = [demand for demand in rows if demand.num_behind <= SMALL_CATCH_UP]
+        far = [demand for demand in rows if demand.num_behind > SMALL_CATCH_UP and demand.limit > 0]
+        far.sort(key=lambda demand: self._survival(demand)[0], reverse=True)
+        each, admitted = self._draft.catch_up_seconds(), far[:1]
+        left = self._forward.seconds(num_rows, num_rows)
+        for demand, after in pairwise(far):
+            left -= each * demand.num_behind
+            if each * after.num_behind > left:
+                break
+            admitted.append(after)
+        return near + admitted
 
     def _choose_reader(self, drafting: Sequence[DraftDemand], num_rows: int) -> frozenset[RequestId]:
         """At most one row, and none while a drafter reads: it can do so for one at a time."""
@@ -221,8 +265,9 @@ class AdaptiveLength(DraftLengthPolicy):
         passes = [self._draft.pass_table(len(candidates), place) for place in (0, 1)]
         catch_up = self._draft.catch_up_seconds()
         tokens, expected, draft_seconds = float(num_rows), float(num_rows), 0.0
-        least_gain = 1.0 + LEAST_GAIN * len(candidates) / num_rows
-        best_rate, best_count = least_gain * expected / forward.seconds(num_rows), 0
+        plain_seconds = forward.seconds(num_rows)
+        plain_rate = num_rows / plain_seconds
+        best_rate, best_count = plain_rate, 0
         depths = [0] * self._max_length  # rows that draft at each place
         for count, (chance, index, place) in enumerate(offers):
             row = self._rows[candidates[index].id]
@@ -231,12 +276,14 @@ class AdaptiveLength(DraftLengthPolicy):
                 table = passes[min(place, 1)]
                 draft_seconds += table[depth] - table[depth - 1]
                 if place == 0:
-                    draft_seconds += catch_up * row.num_behind / CATCH_UP_ROUNDS
+                    num_rounds = min(CATCH_UP_ROUNDS, 1 + candidates[index].num_left // 2)
+                    draft_seconds += catch_up * row.num_behind / num_rounds
             comes = 1.0 if row.is_at_hand else row.proposing
             tokens += comes
             expected -= chance * comes
             seconds = forward.seconds(tokens) + draft_seconds
-            if expected / seconds > best_rate:
+            least = num_rows + LEAST_RETURN * plain_rate * (seconds - plain_seconds)
+            if expected / seconds > best_rate and expected >= least:
                 best_rate, best_count = expected / seconds, count + 1
             elif expected - chance * (len(offers) - count) < best_rate * seconds:
                 break  # not even if all that follow were as likely, and free
@@ -244,6 +291,13 @@ class AdaptiveLength(DraftLengthPolicy):
         for _, index, place in offers[:best_count]:
             lengths[candidates[index].id] = place + 1
         return lengths, best_rate
+
+    @staticmethod
+    def _is_worth_trying(demand: DraftDemand) -> bool:
+        """Where the drafter would have to read, not at the beginning of an answer nor near its end."""
+        reads = demand.num_at_hand == 0 and demand.num_behind > SMALL_CATCH_UP
+        is_ready = demand.num_output >= TRIAL_AFTER and demand.num_left >= demand.num_behind
+        return demand.limit > 0 and (is_ready or not reads)
 
     def _affordable_trial(
         self, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int
@@ -263,17 +317,23 @@ class AdaptiveLength(DraftLengthPolicy):
             length = min(MAX_TRIAL, self._cap(uncertain))
             forward = self._forward.seconds(num_rows, num_tokens + length) - without
             return {uncertain.id: length} if self._is_affordable(uncertain, forward, num_rows) else {}
-        catch_up = self._draft.catch_up_seconds() * uncertain.num_behind
+        catch_up = self._catch_up_seconds(num_rows) * uncertain.num_behind
         each = self._draft.pass_seconds(1, 1) + self._forward.seconds(num_rows, num_tokens + 1) - without
         # A row that was expensive to catch up should tell more than one outcome, a new drafter more than
         # what a single draft takes.
         length = 1 if self._draft.known else FIRST_TRIAL
-        if each > 0.0:
+        if self._draft.known and each > 0.0:
             length = max(length, 1 + int(catch_up / each))
         length = min(length, MAX_TRIAL, self._cap(uncertain))
         forward = self._forward.seconds(num_rows, num_tokens + length) - without
         seconds = catch_up + self._draft.round_seconds(1, length) + forward
         return {uncertain.id: length} if self._is_affordable(uncertain, seconds, num_rows) else {}
+
+    def _catch_up_seconds(self, num_rows: int) -> float:
+        """Of a token; guessed before any was read."""
+        if self._draft.known:
+            return self._draft.catch_up_seconds()
+        return GUESSED_CATCH_UP * self._forward.seconds(num_rows, num_rows)
 
     def _is_affordable(self, demand: DraftDemand, seconds: float, num_rows: int) -> bool:
         is_at_hand = demand.num_at_hand > 0
@@ -351,7 +411,7 @@ class AdaptiveLength(DraftLengthPolicy):
         if plain <= 0.0:
             return
         for result in results:
-            self._save(result, TRIAL_SHARE)
+            self._save(result, TRIAL_SHARE, num_rows)
         # What reading takes was weighed beforehand.
         rows = [(result, self._rows[result.id]) for result in results]
         asked = [result for result, row in rows if row.asked > 0 and (row.is_at_hand or not row.is_reading)]
@@ -365,12 +425,13 @@ class AdaptiveLength(DraftLengthPolicy):
             if not row.is_at_hand:
                 seconds += drafting
             earned = row.earned[row.is_at_hand] + result.accepted - self._in_tokens(seconds, num_rows)
-            self._save(result, min(earned, 0.0))
+            self._save(result, min(earned, 0.0), num_rows)
             row.earned[row.is_at_hand] = min(max(earned, 0.0), MAX_SAVINGS)
 
-    def _save(self, result: DraftResult, tokens: float) -> None:
+    def _save(self, result: DraftResult, tokens: float, num_rows: int) -> None:
         is_at_hand = self._rows[result.id].is_at_hand
-        self._savings[is_at_hand] = min(self._savings[is_at_hand] + tokens, MAX_SAVINGS)
+        before = self._savings[is_at_hand]
+        self._savings[is_at_hand] = min(before + tokens, max(before, MAX_SAVINGS * num_rows))
 
     def _drafting_seconds(self, step: SpeculationStep, asked: Sequence[DraftResult]) -> float:
         """What drafting took, but not far beyond what was to be expected: otherwise one step that was held up

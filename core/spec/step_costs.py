@@ -40,6 +40,11 @@ class _Samples:
         return len(self._values)
 
     @property
+    def cautious(self) -> float:
+        """The lower quartile, but the lowest of few."""
+        return min(self._values) if self.count < WINDOW // 4 else self.low
+
+    @property
     def hoped(self) -> float:
         """`low`, less while there are few values: a first pass is slow by itself, with memory never touched
         before, and whoever believes it never makes a second one."""
@@ -73,8 +78,10 @@ class ForwardCurve:
             if samples.step <= self._num_steps - FORGET_AFTER:
                 del self._samples[length]
         self._tokens = sorted(self._samples)
-        lows = [self._samples[tokens].low for tokens in reversed(self._tokens)]
-        self._seconds = list(accumulate(lows, min))[::-1]
+        lows = [self._samples[tokens].low for tokens in self._tokens]
+        # Drafts must not look good because steps without any were disturbed.
+        lows[0] = self._samples[self._tokens[0]].cautious
+        self._seconds = list(accumulate(reversed(lows), min))[::-1]
 
     @property
     def is_known(self) -> bool:
@@ -94,6 +101,10 @@ class ForwardCurve:
         width = self._tokens[index] - self._tokens[index - 1]
         rise = self._seconds[index] - self._seconds[index - 1]
         return self._seconds[index - 1] + distance / width * rise
+
+    def num_samples(self, tokens: int) -> int:
+        """Of steps with up to so many tokens."""
+        return sum([samples.count for length, samples in self._samples.items() if length <= tokens])
 
     @property
     def longest(self) -> int:

@@ -40,7 +40,7 @@ def model_costs(table: Table) -> Costs:
 
 
 def lookup_costs(table: Table) -> Costs:
-    return Costs(_forward(table), lambda rows: 0.00005)
+    return Costs(_forward(table), lambda rows: 0.00005, first_tokens=0)
 
 
 def agreement_by_read(read: int) -> float:

@@ -64,10 +64,24 @@ def _copies_pay_for_trials_of_the_drafter(
 
 def _what_is_at_hand_waits_for_the_drafter(
     self: adaptive_length.AdaptiveLength, rows: Sequence[DraftDemand], num_rows: int
-) -> dict[RequestId, int]:
+) -> tuple[dict[RequestId, int], float]:
     if not self._draft.known:
-        return {}
-    return self._plan(rows, [self._survival(demand) for demand in rows], num_rows, self._most_drafts())[0]
+        return {}, 0.0
+    return self._plan(rows, [self._survival(demand) for demand in rows], num_rows, self._most_drafts())
+
+
+def _all_rows_join_at_once(
+    self: adaptive_length.AdaptiveLength, rows: Sequence[DraftDemand], num_rows: int
+) -> list[DraftDemand]:
+    return [demand for demand in rows if demand.limit > 0]
+
+
+def _plain_steps_come_rarely(self: adaptive_length.AdaptiveLength, num_rows: int, rate: float) -> bool:
+    return self._since_plain.get(step_costs.row_group(num_rows), 0) >= 128
+
+
+def _reads_for_any_row(demand: DraftDemand) -> bool:
+    return demand.limit > 0
 
 
 def _what_is_at_hand_counts_as_a_pass(
@@ -126,6 +140,22 @@ MUTANTS: dict[str, Mutant] = {
         "_observe_drafts",
         _what_is_at_hand_counts_as_a_pass,
         "cost of what is worked out",
+    ),
+    "one step without drafts is enough": Mutant(adaptive_length, "PLAIN_FIRST", 1, "slow at first"),
+    "steps without drafts come rarely": Mutant(
+        adaptive_length.AdaptiveLength, "_is_plain_due", _plain_steps_come_rarely, "little gain"
+    ),
+    "drafts may bring as little as steps without": Mutant(
+        adaptive_length, "LEAST_RETURN", 1.0, "next to nothing"
+    ),
+    "it reads for any row": Mutant(
+        adaptive_length.AdaptiveLength, "_is_worth_trying", staticmethod(_reads_for_any_row), "about to end"
+    ),
+    "all rows join at once": Mutant(
+        adaptive_length.AdaptiveLength, "_admit", _all_rows_join_at_once, "one after the other"
+    ),
+    "reading seems to cost nothing at first": Mutant(
+        adaptive_length, "GUESSED_CATCH_UP", 0.0, "many rows wait"
     ),
     "trials cost nothing": Mutant(
         adaptive_length.AdaptiveLength, "_account", _trials_cost_nothing, "model, never right"
