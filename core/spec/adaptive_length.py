@@ -123,7 +123,8 @@ class AdaptiveLength(DraftLengthPolicy):
         self._has_seen_copies |= any(row.is_at_hand for row in self._rows.values())
         self._readers = frozenset()
         num_rows = len(rows)
-        if self._forward.curve(num_rows).num_samples(row_group(num_rows)) >= PLAIN_FIRST:
+        curve = self._forward.curve(num_rows)
+        if curve.num_samples(row_group(num_rows)) >= PLAIN_FIRST and curve.seconds(num_rows) > 0.0:
             for id, length in self._choose(rows, num_rows).items():
                 self._rows[id].asked = length
         return [self._rows[demand.id].asked for demand in rows]
