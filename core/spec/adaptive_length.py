@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice, pairwise
-from operator import mul
+from itertools import accumulate, islice
+from operator import itemgetter, mul
 
 from mvllm.core.spec.acceptance import AcceptanceModel
 from mvllm.core.spec.draft_length import (
@@ -30,13 +30,16 @@ TRIAL_SHARE = 0.006  # of the tokens, that trials may lose from then on
 MAX_SAVINGS = 16.0  # tokens, for each row
 HOPE = 0.85  # chance of acceptance at which drafting has to pay for a trial to make sense
 TRIAL_AFTER = 48  # output tokens, before a drafter reads for a trial: how a text begins tells little of it
+LONGEST_WAIT = 256  # steps in which all rows were shorter than that
+TRIAL_READING = 0.25  # of the time of the output that may follow, that reading for a trial may take
 FIRST_TRIAL = 2  # drafts, as long as nothing is known of the drafter's cost
 MAX_TRIAL = 4  # drafts
 LARGEST_GROWTH = 8  # times the drafts of the largest step that was measured
 PLAIN_FIRST = 2  # steps without drafts that are timed before there are any
-PLAIN_SHARE = 0.004  # of the time, that more such steps may lose, which only measure ...
-PLAIN_SURE = 8  # ... once so many were timed: the fewer there are, the sooner comes the next one
-GUESSED_CATCH_UP = 1 / 32  # of a plain step's time, for each token, before a drafter has read any
+PLAIN_SURE = 8  # such steps, before their time counts as known: until then, more of them come the sooner
+PLAIN_SHARE = 0.004  # of the time, that they may lose from then on
+GUESSED_CATCH_UP = 1 / 32  # of a plain step's time, for each token, before a drafter has read any ...
+MOST_GUESSED = 8.0  # ... and such steps at most for all of them: more could never be saved for a trial
 CATCH_UP_ROUNDS = 64  # rounds of drafting at most over which the cost of catching up has to come back
 PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
 PROPOSING_DRIFT = 0.01  # back to 1, for each step in which the row was not asked to draft
@@ -110,6 +113,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._since_plain: dict[int, int] = {}  # by group of rows: steps with drafts since one without
         self._readers: frozenset[RequestId] = frozenset()
         self._has_seen_copies = False  # drafts at hand
+        self._waited = 0  # steps since drafts were worked out
 
     # --- decide ------------------------------------------------------------------------------------------
 
@@ -124,13 +128,13 @@ class AdaptiveLength(DraftLengthPolicy):
         self._readers = frozenset()
         num_rows = len(rows)
         curve = self._forward.curve(num_rows)
-        if curve.num_samples(row_group(num_rows)) >= PLAIN_FIRST and curve.seconds(num_rows) > 0.0:
+        if curve.num_plain >= PLAIN_FIRST and curve.seconds(num_rows) > 0.0:
             for id, length in self._choose(rows, num_rows).items():
                 self._rows[id].asked = length
         return [self._rows[demand.id].asked for demand in rows]
 
     def _choose(self, rows: Sequence[DraftDemand], num_rows: int) -> dict[RequestId, int]:
-        """Lengths above 0: the best ones, and a trial. Sets `_readers`."""
+        """Lengths above 0: the best ones, and a trial. Appoints a reader."""
         chosen: dict[RequestId, int] = {}
         # Until it is known what drafts cost, they are tried with one row.
         if self._forward.curve(num_rows).is_known:
@@ -144,23 +148,26 @@ class AdaptiveLength(DraftLengthPolicy):
                 row.told_to_read = row.is_reading = True
             elif row.is_reading and demand.limit > 0 and not row.is_at_hand:
                 chosen.setdefault(demand.id, 1)
-        idle = [demand for demand in rows if demand.id not in chosen and self._is_worth_trying(demand)]
+        self._waited += 1
+        idle = [demand for demand in rows if demand.id not in chosen and self._may_be_tried(demand, num_rows)]
         num_tokens = num_rows + sum(chosen.values())
         for of_kind in filter(None, _by_kind(idle)):
             if trial := self._affordable_trial(of_kind, num_rows, num_tokens):
-                return chosen | trial
+                chosen |= trial
+                break
+        if any(not self._rows[id].is_at_hand for id in chosen):
+            self._waited = 0
         return chosen
 
     def readers(self) -> frozenset[RequestId]:
         return self._readers
 
     def _is_plain_due(self, num_rows: int, rate: float) -> bool:
-        """Whether it is time to see again what a step without drafts takes: the less these are expected to
+        """Whether it is time to see again what a step without drafts takes: the less drafts are expected to
         gain, the sooner, for then the more depends on it, and a look costs the less."""
-        group = row_group(num_rows)
-        since_plain = self._since_plain.get(group, 0)
-        lost = 1.0 - num_rows / (self._forward.seconds(num_rows, num_rows) * rate)  # of a step
-        certainty = min(1.0, self._forward.curve(num_rows).num_samples(group) / PLAIN_SURE)
+        curve, since_plain = self._forward.curve(num_rows), self._since_plain.get(row_group(num_rows), 0)
+        lost = 1.0 - num_rows / curve.seconds(num_rows) / rate  # of a step
+        certainty = min(1.0, curve.num_plain / PLAIN_SURE)
         return since_plain * PLAIN_SHARE >= certainty * lost or since_plain + 1 >= FORGET_AFTER
 
     def _best_of(self, rows: Sequence[DraftDemand], num_rows: int) -> tuple[dict[RequestId, int], float]:
@@ -171,10 +178,12 @@ class AdaptiveLength(DraftLengthPolicy):
         if self._draft.known and others:
             candidates.append([*at_hand, *self._admit(others, num_rows)])
         plans = [
-            self._plan(some, [self._survival(demand) for demand in some], num_rows, self._most_drafts())
+            self._plan(
+                some, [self._survival(demand) for demand in some], num_rows, self._most_drafts(num_rows)
+            )
             for some in candidates
         ]
-        return max(plans, key=lambda plan: (bool(plan[0]), plan[1]))
+        return max(plans, key=itemgetter(1))
 
     def _admit(self, rows: Sequence[DraftDemand], num_rows: int) -> list[DraftDemand]:
         """Not more rows than their drafter can catch up with while a step is computed, for all others wait;
@@ -182,14 +191,9 @@ class AdaptiveLength(DraftLengthPolicy):
         near = [demand for demand in rows if demand.num_behind <= SMALL_CATCH_UP]
         far = [demand for demand in rows if demand.num_behind > SMALL_CATCH_UP and demand.limit > 0]
         far.sort(key=lambda demand: self._survival(demand)[0], reverse=True)
-        each, admitted = self._draft.catch_up_seconds(), far[:1]
-        left = self._forward.seconds(num_rows, num_rows)
-        for demand, after in pairwise(far):
-            left -= each * demand.num_behind
-            if each * after.num_behind > left:
-                break
-            admitted.append(after)
-        return near + admitted
+        ends = accumulate(self._reading_seconds(demand, num_rows) for demand in far)
+        step = self._forward.seconds(num_rows, num_rows)
+        return near + far[: max(1, sum(end <= step for end in ends))]
 
     def _choose_reader(self, drafting: Sequence[DraftDemand], num_rows: int) -> frozenset[RequestId]:
         """At most one row, and none while a drafter reads: it can do so for one at a time."""
@@ -221,10 +225,10 @@ class AdaptiveLength(DraftLengthPolicy):
         """Chances of survival if each draft has this one."""
         return list(accumulate([chance] * self._cap(demand), mul))
 
-    def _most_drafts(self) -> int:
+    def _most_drafts(self, num_rows: int) -> int:
         """Of a step, all rows together: not many times more than any had that was measured, for nobody knows
         what they cost, and a few samples may say that they are free."""
-        return FIRST_TRIAL + LARGEST_GROWTH * self._forward.most_drafts()
+        return FIRST_TRIAL + LARGEST_GROWTH * self._forward.most_drafts(num_rows)
 
     def _cap(self, demand: DraftDemand) -> int:
         return min(self._max_length, demand.limit)
@@ -243,7 +247,7 @@ class AdaptiveLength(DraftLengthPolicy):
         most_drafts: int | None = None,
     ) -> tuple[dict[RequestId, int], float]:
         """Lengths above 0 of the candidates in a step of `num_rows` decoding rows, and the tokens per second
-        that are expected of it; if there are none, those that drafting would have to give.
+        that are expected of it; if there are none, those of a step without drafts.
 
         A draft can only be accepted after those before it, so each row's chances fall; merged by falling
         chance, every prefix of the list is the best choice of so many drafts.
@@ -264,7 +268,6 @@ class AdaptiveLength(DraftLengthPolicy):
         forward = self._forward.curve(num_rows)
         # A round's first pass, and one of those after it.
         passes = [self._draft.pass_table(len(candidates), place) for place in (0, 1)]
-        catch_up = self._draft.catch_up_seconds()
         tokens, expected, draft_seconds = float(num_rows), float(num_rows), 0.0
         plain_seconds = forward.seconds(num_rows)
         plain_rate = num_rows / plain_seconds
@@ -278,7 +281,7 @@ class AdaptiveLength(DraftLengthPolicy):
                 draft_seconds += table[depth] - table[depth - 1]
                 if place == 0:
                     num_rounds = min(CATCH_UP_ROUNDS, 1 + candidates[index].num_left // 2)
-                    draft_seconds += catch_up * row.num_behind / num_rounds
+                    draft_seconds += self._reading_seconds(candidates[index], num_rows) / num_rounds
             comes = 1.0 if row.is_at_hand else row.proposing
             tokens += comes
             expected -= chance * comes
@@ -293,18 +296,23 @@ class AdaptiveLength(DraftLengthPolicy):
             lengths[candidates[index].id] = place + 1
         return lengths, best_rate
 
-    @staticmethod
-    def _is_worth_trying(demand: DraftDemand) -> bool:
+    def _may_be_tried(self, demand: DraftDemand, num_rows: int) -> bool:
         """Where the drafter would have to read, not at the beginning of an answer nor near its end."""
-        reads = demand.num_at_hand == 0 and demand.num_behind > SMALL_CATCH_UP
-        is_ready = demand.num_output >= TRIAL_AFTER and demand.num_left >= demand.num_behind
-        return demand.limit > 0 and (is_ready or not reads)
+        if demand.num_at_hand > 0 or demand.num_behind <= SMALL_CATCH_UP:
+            return demand.limit > 0
+        to_come = demand.num_left * self._forward.seconds(num_rows, num_rows)
+        pays_back = self._reading_seconds(demand, num_rows) <= TRIAL_READING * to_come
+        return (
+            demand.limit > 0
+            and pays_back
+            and (demand.num_output >= TRIAL_AFTER or self._waited >= LONGEST_WAIT)
+        )
 
     def _affordable_trial(
         self, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int
     ) -> dict[RequestId, int]:
         """Drafts for the row of which least is known, if they may pay and the savings cover their loss."""
-        uncertain = max(idle, key=self._worth_trying)
+        uncertain = max(idle, key=self._trial_value)
         hope = self._hope(uncertain, HOPE)
         if not self._forward.curve(num_rows).is_known:
             # Without knowing what drafts cost, nobody can say that they don't pay. Copies tell what forwards
@@ -318,23 +326,24 @@ class AdaptiveLength(DraftLengthPolicy):
             length = min(MAX_TRIAL, self._cap(uncertain))
             forward = self._forward.seconds(num_rows, num_tokens + length) - without
             return {uncertain.id: length} if self._is_affordable(uncertain, forward, num_rows) else {}
-        catch_up = self._catch_up_seconds(num_rows) * uncertain.num_behind
+        reading = self._reading_seconds(uncertain, num_rows)
         each = self._draft.pass_seconds(1, 1) + self._forward.seconds(num_rows, num_tokens + 1) - without
-        # A row that was expensive to catch up should tell more than one outcome, a new drafter more than
-        # what a single draft takes.
-        length = 1 if self._draft.known else FIRST_TRIAL
-        if self._draft.known and each > 0.0:
-            length = max(length, 1 + int(catch_up / each))
+        # A new drafter should tell more than what a single draft takes, a row that was expensive to read for
+        # more than one outcome.
+        length = FIRST_TRIAL
+        if self._draft.known:
+            length = 1 + int(reading / each) if each > 0.0 else 1
         length = min(length, MAX_TRIAL, self._cap(uncertain))
         forward = self._forward.seconds(num_rows, num_tokens + length) - without
-        seconds = catch_up + self._draft.round_seconds(1, length) + forward
+        seconds = reading + self._draft.round_seconds(1, length) + forward
         return {uncertain.id: length} if self._is_affordable(uncertain, seconds, num_rows) else {}
 
-    def _catch_up_seconds(self, num_rows: int) -> float:
-        """Of a token; guessed before any was read."""
-        if self._draft.known:
-            return self._draft.catch_up_seconds()
-        return GUESSED_CATCH_UP * self._forward.seconds(num_rows, num_rows)
+    def _reading_seconds(self, demand: DraftDemand, num_rows: int) -> float:
+        """Of the tokens that the drafter has to read for a row; guessed before it has read any."""
+        if self._draft.knows_catch_up:
+            return self._draft.catch_up_seconds() * demand.num_behind
+        num_steps = min(GUESSED_CATCH_UP * demand.num_behind, MOST_GUESSED)
+        return num_steps * self._forward.seconds(num_rows, num_rows)
 
     def _is_affordable(self, demand: DraftDemand, seconds: float, num_rows: int) -> bool:
         is_at_hand = demand.num_at_hand > 0
@@ -345,7 +354,7 @@ class AdaptiveLength(DraftLengthPolicy):
         """Tokens that steps without drafts give in so many seconds. Such a step was measured."""
         return seconds * num_rows / self._forward.seconds(num_rows, num_rows)
 
-    def _worth_trying(self, demand: DraftDemand) -> tuple[float, float]:
+    def _trial_value(self, demand: DraftDemand) -> tuple[float, float]:
         """Greatest for the row, of one kind, that a trial is to tell of."""
         if demand.num_at_hand > 0:
             return self._acceptance[True].variance(demand.id), 0.0
@@ -431,8 +440,7 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _save(self, result: DraftResult, tokens: float, num_rows: int) -> None:
         is_at_hand = self._rows[result.id].is_at_hand
-        before = self._savings[is_at_hand]
-        self._savings[is_at_hand] = min(before + tokens, max(before, MAX_SAVINGS * num_rows))
+        self._savings[is_at_hand] = min(self._savings[is_at_hand] + tokens, MAX_SAVINGS * num_rows)
 
     def _drafting_seconds(self, step: SpeculationStep, asked: Sequence[DraftResult]) -> float:
         """What drafting took, but not far beyond what was to be expected: otherwise one step that was held up

@@ -10,6 +10,7 @@ from mvllm.core.types import ceil_div
 
 WINDOW = 16  # latest samples kept of each kind of step
 TOKEN_SLOPE = 0.04  # of a plain step's time, for each token more, before any such step was seen
+TELLING_LENGTH = 1.25  # times a plain step's tokens, from which on a longer one tells what a token costs
 TRUSTED = 2  # samples of the drafter's cost before it is believed
 LATER_SHARE = 0.75  # of a round's first pass, that one more takes, before any such round was seen
 FORGET_AFTER = 160  # steps without a sample of a kind, that what is known of it still counts
@@ -22,12 +23,13 @@ class _Samples:
     """The latest values, and their lower quartile: a disturbed step only ever takes longer. Of few values it
     is the second, for the lowest of a noisy few is too good to be true."""
 
-    __slots__ = ("_values", "low", "step")
+    __slots__ = ("_values", "low", "num_plain", "step")
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=WINDOW)
         self.low = 0.0
         self.step = 0  # in which the last one came
+        self.num_plain = 0  # of steps without drafts, so far
 
     def add(self, value: float, step: int) -> None:
         self._values.append(value)
@@ -64,29 +66,33 @@ class ForwardCurve:
         self._tokens: list[int] = []  # ascending
         self._seconds: list[float] = []  # of `_tokens`, never falling
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, seconds: float, *, is_plain: bool = False) -> None:
         tokens = _rounded(tokens)
         expected = self.seconds(tokens)
         if expected > 0.0:
             seconds = min(seconds, CLIP * expected)
-            if self.is_known and tokens not in self._samples:
+            if self.is_known and tokens not in self._samples and tokens < self._tokens[-1]:
                 # A first step of its length may be slow by itself, and whoever believes it takes no second.
+                # What was expected of a longer one is less certain than what it took.
                 seconds = min(seconds, (seconds + expected) / 2)
         self._num_steps += 1
-        self._samples.setdefault(tokens, _Samples()).add(seconds, self._num_steps)
+        latest = self._samples.setdefault(tokens, _Samples())
+        latest.add(seconds, self._num_steps)
+        latest.num_plain += is_plain
         for length, samples in list(self._samples.items()):
             if samples.step <= self._num_steps - FORGET_AFTER:
                 del self._samples[length]
         self._tokens = sorted(self._samples)
-        lows = [self._samples[tokens].low for tokens in self._tokens]
         # Drafts must not look good because steps without any were disturbed.
-        lows[0] = self._samples[self._tokens[0]].cautious
-        self._seconds = list(accumulate(reversed(lows), min))[::-1]
+        seen = [self._samples[tokens] for tokens in reversed(self._tokens)]
+        lows = [samples.cautious if samples.num_plain else samples.low for samples in seen]
+        self._seconds = list(accumulate(lows, min))[::-1]
 
     @property
     def is_known(self) -> bool:
-        """Whether steps of different lengths were seen: before that, what a token more costs is a guess."""
-        return len(self._tokens) > 1
+        """Whether steps with drafts were seen: before that, what a token more costs is a guess. Steps with
+        one row more don't tell, for they take nearly the same."""
+        return any(samples.count > samples.num_plain for samples in self._samples.values())
 
     def seconds(self, tokens: float) -> float:
         """Interpolated between what was measured, extended beyond it; 0 if nothing was."""
@@ -102,9 +108,10 @@ class ForwardCurve:
         rise = self._seconds[index] - self._seconds[index - 1]
         return self._seconds[index - 1] + distance / width * rise
 
-    def num_samples(self, tokens: int) -> int:
-        """Of steps with up to so many tokens."""
-        return sum([samples.count for length, samples in self._samples.items() if length <= tokens])
+    @property
+    def num_plain(self) -> int:
+        """Steps without drafts, as far as their times are remembered."""
+        return sum([min(samples.num_plain, WINDOW) for samples in self._samples.values()])
 
     @property
     def longest(self) -> int:
@@ -112,10 +119,15 @@ class ForwardCurve:
         return self._tokens[-1] if self._tokens else 0
 
     def _slope(self) -> float:
-        """Seconds per token beyond the longest step seen."""
-        if len(self._tokens) == 1:
-            return TOKEN_SLOPE * self._seconds[0]
-        return (self._seconds[-1] - self._seconds[0]) / (self._tokens[-1] - self._tokens[0])
+        """Seconds per token beyond the longest step seen. From steps of nearly one length it can't be told,
+        and is guessed as half of what a token takes on average."""
+        shortest, longest, first = self._tokens[0], self._tokens[-1], self._seconds[0]
+        if not self.is_known:
+            return TOKEN_SLOPE * first
+        slope = (self._seconds[-1] - first) / (longest - shortest) if longest > shortest else 0.0
+        if longest >= TELLING_LENGTH * shortest:
+            return slope
+        return max(slope, first / shortest / 2)
 
 
 def _rounded(tokens: int) -> int:
@@ -140,15 +152,16 @@ class ForwardCosts:
         self._curves: dict[int, ForwardCurve] = {}
 
     def add(self, rows: int, tokens: int, seconds: float) -> None:
-        self._curves.setdefault(row_group(rows), ForwardCurve()).add(tokens, seconds)
+        curve = self._curves.setdefault(row_group(rows), ForwardCurve())
+        curve.add(tokens, seconds, is_plain=tokens == rows)
 
     def curve(self, rows: int) -> ForwardCurve:
         """For steps with `rows` rows."""
         return self._curves.get(row_group(rows), _UNKNOWN)
 
-    def most_drafts(self) -> int:
-        """Of the steps that are remembered."""
-        return max([0, *[curve.longest - group for group, curve in self._curves.items()]])
+    def most_drafts(self, rows: int) -> int:
+        """Of the steps with about so many rows that are remembered."""
+        return max(0, self.curve(rows).longest - rows)
 
     def seconds(self, rows: int, tokens: float) -> float:
         """Of a step with `rows` rows and `tokens` tokens in all; 0 if no step like it was seen."""
@@ -169,11 +182,13 @@ class DraftCosts:
         self._later: dict[int, _Samples] = {}
         self._num_rounds: dict[int, int] = {}
         self._catch_ups: deque[tuple[int, int, int, float]] = deque(maxlen=WINDOW)
+        self._catch_up_seconds: float | None = None  # of a token; None: to be computed
 
     def add_round(self, rows: int, passes: int, seconds: float) -> None:
         """A step in which `rows` rows got up to `passes` drafts."""
         if passes == 0:
             return
+        self._catch_up_seconds = None
         group = row_group(rows)
         number = self._num_rounds[group] = self._num_rounds.get(group, 0) + 1
         first, later = self._first.get(group), self._later.get(group)
@@ -190,6 +205,7 @@ class DraftCosts:
     def add_catch_up(self, tokens: int, rows: int, passes: int, seconds: float) -> None:
         """`tokens` tokens that the drafter had not seen, and `passes` passes over `rows` rows after them."""
         self._catch_ups.append((tokens, rows, passes, seconds))
+        self._catch_up_seconds = None
 
     @property
     def known(self) -> bool:
@@ -215,15 +231,19 @@ class DraftCosts:
         counts = range(1, rows + 1)
         return list(accumulate([0.0, *[self.pass_seconds(count, place) for count in counts]], max))
 
+    @property
+    def knows_catch_up(self) -> bool:
+        return bool(self._catch_ups and self._first)
+
     def catch_up_seconds(self) -> float:
         """Of catching up with one token; 0 if unknown."""
-        if not self._catch_ups or not self._first:
-            return 0.0
-        rates = [
-            max(0.0, seconds - self.round_seconds(rows, passes)) / tokens
-            for tokens, rows, passes, seconds in self._catch_ups
-        ]
-        return sorted(rates)[len(rates) // 4]
+        if self._catch_up_seconds is None:
+            rates = [
+                max(0.0, seconds - self.round_seconds(rows, passes)) / tokens
+                for tokens, rows, passes, seconds in self._catch_ups
+            ]
+            self._catch_up_seconds = sorted(rates)[len(rates) // 4] if self.knows_catch_up else 0.0
+        return self._catch_up_seconds
 
 
 def _nearest(samples: dict[int, _Samples], rows: int) -> _Samples:

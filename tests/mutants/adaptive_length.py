@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from mvllm.core.spec import acceptance, adaptive_length, step_costs
 from mvllm.core.spec.draft_length import DraftDemand, DraftResult, SpeculationStep
@@ -11,6 +12,8 @@ from tests.mutants.mutant import Mutant
 
 _survival = acceptance.AcceptanceModel.survival
 _curve = step_costs.ForwardCurve.seconds
+_may_be_tried = adaptive_length.AdaptiveLength._may_be_tried
+_observe_forward = adaptive_length.AdaptiveLength._observe_forward
 
 
 def _learns_no_acceptance(self: acceptance.AcceptanceModel, results: Iterable[DraftResult]) -> None:
@@ -67,7 +70,8 @@ def _what_is_at_hand_waits_for_the_drafter(
 ) -> tuple[dict[RequestId, int], float]:
     if not self._draft.known:
         return {}, 0.0
-    return self._plan(rows, [self._survival(demand) for demand in rows], num_rows, self._most_drafts())
+    chances = [self._survival(demand) for demand in rows]
+    return self._plan(rows, chances, num_rows, self._most_drafts(num_rows))
 
 
 def _all_rows_join_at_once(
@@ -80,8 +84,26 @@ def _plain_steps_come_rarely(self: adaptive_length.AdaptiveLength, num_rows: int
     return self._since_plain.get(step_costs.row_group(num_rows), 0) >= 128
 
 
-def _reads_for_any_row(demand: DraftDemand) -> bool:
-    return demand.limit > 0
+def _reads_until_the_end(self: adaptive_length.AdaptiveLength, demand: DraftDemand, num_rows: int) -> bool:
+    return _may_be_tried(self, replace(demand, num_left=1 << 30), num_rows)
+
+
+def _one_plain_step_counts_for_all_rows(self: adaptive_length.AdaptiveLength, step: SpeculationStep) -> None:
+    _observe_forward(self, step)
+    if step.num_tokens == step.num_rows:
+        self._since_plain.clear()
+
+
+def _savings_of_many_rows_go_to_one(
+    self: adaptive_length.AdaptiveLength, result: DraftResult, tokens: float, num_rows: int
+) -> None:
+    self._savings[self._rows[result.id].is_at_hand] += tokens
+
+
+def _what_was_never_read_costs_nothing(
+    self: adaptive_length.AdaptiveLength, demand: DraftDemand, num_rows: int
+) -> float:
+    return self._draft.catch_up_seconds() * demand.num_behind
 
 
 def _what_is_at_hand_counts_as_a_pass(
@@ -148,8 +170,21 @@ MUTANTS: dict[str, Mutant] = {
     "drafts may bring as little as steps without": Mutant(
         adaptive_length, "LEAST_RETURN", 1.0, "next to nothing"
     ),
-    "it reads for any row": Mutant(
-        adaptive_length.AdaptiveLength, "_is_worth_trying", staticmethod(_reads_for_any_row), "about to end"
+    "it reads until the end": Mutant(
+        adaptive_length.AdaptiveLength, "_may_be_tried", _reads_until_the_end, "about to end"
+    ),
+    "it reads at once": Mutant(adaptive_length, "TRIAL_AFTER", 0, "new drafter"),
+    "one step without drafts counts for all numbers of rows": Mutant(
+        adaptive_length.AdaptiveLength, "_observe_forward", _one_plain_step_counts_for_all_rows, "groups"
+    ),
+    "savings of many rows go to one": Mutant(
+        adaptive_length.AdaptiveLength, "_save", _savings_of_many_rows_go_to_one, "after a batch"
+    ),
+    "what was never read costs nothing": Mutant(
+        adaptive_length.AdaptiveLength,
+        "_reading_seconds",
+        _what_was_never_read_costs_nothing,
+        "short before long",
     ),
     "all rows join at once": Mutant(
         adaptive_length.AdaptiveLength, "_admit", _all_rows_join_at_once, "one after the other"

@@ -21,7 +21,7 @@ from mvllm.core.spec.adaptive_length import (
     FIRST_TRIAL,
     LARGEST_GROWTH,
     MAX_TRIAL,
-    PLAIN_SHARE,
+    PLAIN_FIRST,
     TRIAL_AFTER,
     TRIAL_SHARE,
     AdaptiveLength,
@@ -34,7 +34,7 @@ from mvllm.core.spec.draft_length import (
     SpeculationStep,
 )
 from mvllm.core.spec.length_policies import create_policy
-from mvllm.core.spec.step_costs import FORGET_AFTER, LATER_SHARE, DraftCosts
+from mvllm.core.spec.step_costs import FORGET_AFTER, LATER_SHARE, DraftCosts, ForwardCosts
 from mvllm.core.types import RequestId
 from tests.models.speculation_table import TODAY, agreement_by_read, lookup_costs, model_costs
 from tests.models.speculation_world import (
@@ -264,7 +264,7 @@ def test_steps_without_drafts_are_timed_the_more_often_the_less_drafts_gain() ->
 
 
 def test_nothing_is_read_for_an_answer_that_is_about_to_end() -> None:
-    for num_left, drafts in ((64, 2), (63, 0)):
+    for num_left, drafts in ((8, 2), (7, 0)):  # 64 tokens are guessed to take as long as two steps
         policy = AdaptiveLength()
         for number in range(3):
             demand = DraftDemand(
@@ -273,6 +273,16 @@ def test_nothing_is_read_for_an_answer_that_is_about_to_end() -> None:
             lengths = policy.lengths([demand])
             policy.observe(SpeculationStep((DraftResult(demand.id, 0, 0),), 1, 1, 0, 900, 0.0, 0.05))
         assert lengths == [drafts]
+
+
+def test_a_good_drafter_does_not_read_for_a_short_answer() -> None:
+    for seed in range(3):
+        policy, text = AdaptiveLength(), even_text(12, 0.95, seed + 1)
+        simulate(policy, [streaks(0.95, seed)], MEASURED, prompt=850)
+        plain, run = (
+            simulate(each, [text], MEASURED, prompt=850, first_id=1) for each in (FixedLength(0), policy)
+        )
+        assert run.rate >= 0.98 * plain.rate
 
 
 def test_what_was_slow_when_it_was_seen_is_tried_again() -> None:
@@ -330,8 +340,9 @@ def test_every_group_of_rows_has_its_steps_without_drafts() -> None:
         policy.observe(SpeculationStep(results, rows, tokens, 0, 300, *seconds))
     plain = [index for index, drafts in enumerate(lengths) if not any(drafts)]
     assert sum(map(any, lengths)) > 900
-    assert plain[-1] > len(lengths) - 1 / PLAIN_SHARE - 2
-    assert max(after - before for before, after in pairwise(plain)) <= 1 / PLAIN_SHARE + 1
+    assert plain[-1] > len(lengths) - FORGET_AFTER - 1
+    assert max(after - before for before, after in pairwise(plain)) <= FORGET_AFTER
+    assert policy._forward.curve(2).num_plain > PLAIN_FIRST, "they are not forgotten between"
 
 
 @pytest.mark.parametrize("seed", [2, 5, 7])
@@ -378,6 +389,51 @@ def test_a_drafter_that_would_have_to_catch_up_at_a_high_price_is_left_alone() -
     run = simulate(AdaptiveLength(), [text], costs, prompt=prompt)
     entry = 1.0 + 3 * 0.06  # seconds: the prompt, and the drafts that were wrong
     assert run.seconds <= plain.seconds * 1.012 + entry
+
+
+def test_short_requests_one_after_the_other_get_drafts_too() -> None:
+    """None of them comes as far as a row has to be for a trial of a drafter that reads first."""
+    costs = replace(MODEL, catch_up=0.0005, first_tokens=64)
+    policies = FixedLength(0), AdaptiveLength()
+    seconds = [
+        sum(simulate(policy, [streaks(0.9, n, 30)], costs, prompt=300, first_id=n).seconds for n in range(60))
+        for policy in policies
+    ]
+    assert seconds[0] > 1.15 * seconds[1]
+
+
+def test_steps_with_a_row_more_do_not_tell_what_drafts_cost() -> None:
+    """They share measurements with those with a row less, and may well take the same time."""
+    costs = ForwardCosts()
+    for rows in (38, 40) * 4:
+        costs.add(rows, rows, 0.63)
+    assert not costs.curve(40).is_known
+    costs.add(40, 44, 0.63)
+    assert costs.curve(40).is_known
+    assert costs.seconds(40, 80) > 0.63 * 1.4, "four drafts among forty rows tell little"
+    costs.add(40, 60, 0.64)
+    assert costs.seconds(40, 80) < 0.63 * 1.1
+    assert costs.most_drafts(40) == 20
+    assert costs.most_drafts(8) == 0
+
+
+def test_one_row_does_not_spend_what_many_have_saved() -> None:
+    """In a batch a token's time is a fraction of a step, with a single row it is all of it."""
+    policy = AdaptiveLength()
+    simulate(policy, [even_text(2000, 0.0, row) for row in range(30)], MODEL)
+    text = even_text(LENGTH, 0.0, 1)
+    plain, run = (simulate(each, [text], MODEL, first_id=100) for each in (FixedLength(0), policy))
+    assert run.rate >= 0.95 * plain.rate
+
+
+def test_that_a_drafter_has_read_nothing_yet_does_not_make_reading_cheap() -> None:
+    """It worked for texts so short that they were read by the way."""
+    costs = replace(MEASURED, forward=with_cheap_tokens, draft_pass=lambda rows: 0.005, catch_up=0.002)
+    policy = AdaptiveLength()
+    simulate(policy, [streaks(0.9, row, 60) for row in range(8)], costs, prompt=4)
+    texts = [streaks(0.9, row, 128) for row in range(8)]
+    lengths = simulate(policy, texts, costs, prompt=850, first_id=100).lengths
+    assert sum(length > 0 for length in next(filter(any, lengths))) == 1
 
 
 def test_what_one_request_taught_spares_the_next_one() -> None:
@@ -606,6 +662,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "the text becomes better": test_it_starts_again_when_the_text_changes_for_the_better,
     "copied in vain": test_what_was_copied_in_vain_does_not_end_what_is_worked_out,
     "cost of what is worked out": test_costs_of_the_drafter_are_learned_from_what_it_works_out,
+    "groups": test_every_group_of_rows_has_its_steps_without_drafts,
+    "new drafter": test_a_new_drafter_is_tried_with_one_row_until_its_cost_is_known,
+    "after a batch": test_one_row_does_not_spend_what_many_have_saved,
+    "short before long": test_that_a_drafter_has_read_nothing_yet_does_not_make_reading_cheap,
     "slow at first": test_steps_that_were_slow_at_first_do_not_make_drafts_look_cheap,
     "next to nothing": test_drafts_that_gain_next_to_nothing_are_left_alone,
     "little gain": test_steps_without_drafts_are_timed_the_more_often_the_less_drafts_gain,
@@ -628,8 +688,12 @@ def test_the_planted_bug_is_caught(name: str) -> None:
                 CHECKS[mutant.broken_rule]()
 
 
-def test_nothing_is_drafted_before_a_step_without_drafts_was_timed() -> None:
-    policy = AdaptiveLength()
-    demand = [DraftDemand(RequestId("a"), 10, 8)]
-    assert policy.lengths(demand) == [0]
-    assert policy.lengths([]) == []
+def test_nothing_is_drafted_before_steps_without_drafts_were_timed() -> None:
+    for seconds, expected in ((0.05, [0] * PLAIN_FIRST + [FIRST_TRIAL]), (0.0, [0] * 6)):
+        policy, lengths = AdaptiveLength(), []
+        assert policy.lengths([]) == []
+        for number in range(len(expected)):
+            demand = DraftDemand(RequestId("a"), 10 + number, 8)
+            lengths += policy.lengths([demand])
+            policy.observe(SpeculationStep((DraftResult(demand.id, 0, 0),), 1, 1, 0, 10, 0.0, seconds))
+        assert lengths == expected
