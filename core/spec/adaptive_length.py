@@ -88,7 +88,10 @@ class AdaptiveLength(DraftLengthPolicy):
     share. These are a few tokens' time for a new drafter, so that a bad beginning is not the end, and
     from then on a small share of all time. What drafts bring and take is booked after every step, in
     tokens. So drafting that never pays loses `FIRST_SAVINGS` tokens and `TRIAL_SHARE` of the time, besides
-    what the drafter took to begin with, as far as that is more than was guessed.
+    what the drafter takes to begin with; what that may be is guessed and has to be covered beforehand.
+
+    For a row whose drafter has to read first, a trial waits for `TRIAL_AFTER` tokens of output: the beginning
+    of an answer tells little of it.
 
     A drafter that begins with the end of a text alone is told to read all of it once some of the row's drafts
     were accepted, and most rounds began with a right one, if reading takes less than what better drafts are
@@ -298,15 +301,13 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _may_be_tried(self, demand: DraftDemand, num_rows: int) -> bool:
         """Where the drafter would have to read, not at the beginning of an answer nor near its end."""
+        if demand.limit == 0:
+            return False
         if demand.num_at_hand > 0 or demand.num_behind <= SMALL_CATCH_UP:
-            return demand.limit > 0
+            return True
+        is_typical = demand.num_output >= TRIAL_AFTER or self._waited >= LONGEST_WAIT
         to_come = demand.num_left * self._forward.seconds(num_rows, num_rows)
-        pays_back = self._reading_seconds(demand, num_rows) <= TRIAL_READING * to_come
-        return (
-            demand.limit > 0
-            and pays_back
-            and (demand.num_output >= TRIAL_AFTER or self._waited >= LONGEST_WAIT)
-        )
+        return is_typical and self._reading_seconds(demand, num_rows) <= TRIAL_READING * to_come
 
     def _affordable_trial(
         self, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int

@@ -168,7 +168,7 @@ class _Experiment:
         )
         for kind in ("ngram",) if draft is None else DRAFTERS:
             # Compiles what is not compiled yet, and brings the weights into memory.
-            self._models.run(
+            self._models.run_pair(
                 [self._prompts["refactoring"][:64]],
                 min(24, max_tokens),
                 Sampling(),
@@ -181,9 +181,10 @@ class _Experiment:
         prompts = [self._prompts[names[number % len(names)]] for number in range(run.num_requests)]
         sampling = Sampling(run.temperature)
         foreign = ForeignLoad([os.getpid()])
-        plain = self._models.run(prompts, run.num_tokens, sampling)
         policy = create_policy(run.policy, max_length=run.length)
-        drafted = self._models.run(prompts, run.num_tokens, sampling, drafter=run.drafter, policy=policy)
+        plain, drafted = self._models.run_pair(
+            prompts, run.num_tokens, sampling, drafter=run.drafter, policy=policy
+        )
         return Pair(run, plain, drafted, foreign.measure())
 
     def compare(self, name: str, tokens: int, draws: int) -> list[Position]:

@@ -1,4 +1,8 @@
-"""Models loaded once, and fresh engines around them: every run starts with empty caches."""
+"""Models loaded once, and fresh engines around them: every run starts with empty caches.
+
+Shared machines are fast for some seconds and slow for others. So the two runs of a pair take turns of a few
+tokens, each on a target model of its own, and both see the same of it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from mvllm.core.config import EngineConfig, ResolvedConfig, kv_bytes_per_token, 
 from mvllm.core.engine.engine import Engine
 from mvllm.core.load.contents import Checkpoint
 from mvllm.core.request import Request, SamplingParams
-from mvllm.core.spec.draft_length import DraftLengthPolicy
+from mvllm.core.spec.draft_length import DraftLengthPolicy, SpeculationStep
 from mvllm.core.spec.drafter import Drafter
 from mvllm.core.spec.lookup_first import LookupFirst
 from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig
@@ -23,10 +27,11 @@ from mvllm.core.spec.vocab_limit import head_share_of
 from mvllm.core.spec.vocabulary import ids_to_mask, token_texts
 from mvllm.core.step import TokensOut
 from mvllm.core.tensor import KvGeometry, Model
-from mvllm.core.types import RequestId, TokenId
+from mvllm.core.types import RequestId, TokenId, ceil_div
 
 BLOCK_SIZE = 16
 MAX_STEP_DRAFTS = 64
+TURN_TOKENS = 16  # of each request, before the other run of a pair goes on
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,9 @@ class Measurement:
 
 
 class TargetAndDrafter:
-    """A target model and, if wanted, a draft model, loaded for runs of up to `max_rows` requests.
+    """A target model, loaded twice, and, if wanted, a draft model, for runs of up to `max_rows` requests.
 
-    Owns both; the engines made of them are thrown away without closing, for that would close the models.
+    Owns them; the engines made of them are thrown away without closing, for that would close the models.
     """
 
     def __init__(
@@ -92,7 +97,9 @@ class TargetAndDrafter:
             kv_dtype=kv_dtype,
             speculates=True,
         )
-        self.model: Model = self._backend.load(spec, self.checkpoint.weights, self._geometry())
+        self.model, self._plain_model = (
+            self._backend.load(spec, self.checkpoint.weights, self._geometry()) for _ in range(2)
+        )
         self.draft_checkpoint = draft
         self.draft_model = None if draft is None else self._load_drafter(draft)
 
@@ -135,49 +142,42 @@ class TargetAndDrafter:
         drafter = ModelDrafter(self.draft_model, self._drafter_config)
         return drafter if kind == "model" else LookupFirst(drafter)
 
-    def run(
+    def run_pair(
         self,
         prompts: Sequence[Sequence[TokenId]],
         num_tokens: int,
         sampling: Sampling,
         *,
-        drafter: str | None = None,
-        policy: DraftLengthPolicy | None = None,
-    ) -> Measurement:
-        """Answer all prompts in one batch, each with exactly `num_tokens` tokens.
-
-        Args:
-            drafter, policy: None, both of them: without speculation.
-        """
-        recording = None if policy is None else RecordingPolicy(policy)
-        speculation = None
-        if drafter is not None and recording is not None:
-            speculation = Speculation(self.drafter(drafter), recording)
-        engine = self._engine(speculation)
-        started = time.perf_counter()
-        ids, decoding, num_prefilled = _answer_all(engine, prompts, num_tokens, sampling)
-        ended = time.perf_counter()
-        total = sum(map(len, ids))
+        drafter: str,
+        policy: DraftLengthPolicy,
+    ) -> tuple[Measurement, Measurement]:
+        """Answer all prompts in one batch, each with exactly `num_tokens` tokens: without speculation and,
+        taking turns with that, with it."""
+        recording = RecordingPolicy(policy)
+        speculation = Speculation(self.drafter(drafter), recording)
+        engine = self._engine(self.model, speculation)
+        runs = [
+            _Run(each, prompts, num_tokens, sampling) for each in (self._engine(self._plain_model), engine)
+        ]
+        for turn in range(1, ceil_div(num_tokens, TURN_TOKENS) + 1):
+            for run in runs:
+                run.advance(turn * TURN_TOKENS * len(prompts))
         speculated = engine.totals.speculation
         if speculated is not None and speculated.switched_off is not None:
             raise RuntimeError(f"speculation was switched off: {speculated.switched_off}")
-        return Measurement(
-            prefill_seconds=decoding - started,
-            decode_seconds=ended - decoding,
-            num_tokens=total,
-            num_decoded=total - num_prefilled,
-            ids_sha256=hashlib.sha256(repr(ids).encode()).hexdigest(),
-            steps=StepSummary.of(recording.steps if recording is not None else []),
-        )
+        plain, drafted = runs
+        return plain.measurement([]), drafted.measurement(recording.steps)
 
     def answer(self, prompt: Sequence[TokenId], num_tokens: int, sampling: Sampling) -> list[TokenId]:
         """Output ids of one request, without speculation."""
-        [ids], _, _ = _answer_all(self._engine(None), [prompt], num_tokens, sampling)
+        run = _Run(self._engine(self._plain_model), [prompt], num_tokens, sampling)
+        run.advance(num_tokens)
+        [ids] = run.answers()
         return ids
 
-    def _engine(self, speculation: Speculation | None) -> Engine:
+    def _engine(self, model: Model, speculation: Speculation | None = None) -> Engine:
         return Engine(
-            self.model,
+            model,
             self.config,
             vocab_size=self.checkpoint.spec.vocab_size,
             speculation=speculation,
@@ -186,27 +186,67 @@ class TargetAndDrafter:
 
     def close(self) -> None:
         self.model.close()
+        self._plain_model.close()
         if self.draft_model is not None:
             self.draft_model.close()
 
 
-def _answer_all(
-    engine: Engine, prompts: Sequence[Sequence[TokenId]], num_tokens: int, sampling: Sampling
-) -> tuple[list[list[TokenId]], float, int]:
-    """Output ids of each request; when every request had its first token; how many tokens there were then."""
-    params = SamplingParams(temperature=sampling.temperature, ignore_eos=True, max_tokens=num_tokens)
-    ids: dict[RequestId, list[TokenId]] = {}
-    for number, prompt in enumerate(prompts):
-        id = RequestId(str(number))
-        ids[id] = []
-        engine.submit(Request(id, tuple(prompt), params, sampling.seed + number, num_tokens))
-    decoding, num_prefilled = 0.0, 0
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokensOut):
-                ids[event.id] += event.token_ids
-        if not num_prefilled and all(ids.values()):
-            num_prefilled, decoding = sum(map(len, ids.values())), time.perf_counter()
-    if any(len(answer) != num_tokens for answer in ids.values()):
-        raise RuntimeError(f"some of {len(prompts)} requests did not answer with {num_tokens} tokens")
-    return list(ids.values()), decoding, num_prefilled
+class _Run:
+    """A batch of requests on an engine, answered bit by bit; only the time of its own steps counts."""
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Sequence[TokenId]], num_tokens: int, sampling: Sampling
+    ) -> None:
+        self._engine = engine
+        self._num_tokens = num_tokens  # of each answer
+        self._ids: dict[RequestId, list[TokenId]] = {}
+        self._seconds = 0.0
+        self._prefill_seconds = 0.0  # until every request had its first token ...
+        self._num_prefilled = 0  # ... and the tokens there were then
+        params = SamplingParams(temperature=sampling.temperature, ignore_eos=True, max_tokens=num_tokens)
+        for number, prompt in enumerate(prompts):
+            id = RequestId(str(number))
+            self._ids[id] = []
+            engine.submit(Request(id, tuple(prompt), params, sampling.seed + number, num_tokens))
+
+    @property
+    def num_output(self) -> int:
+        return sum(map(len, self._ids.values()))
+
+    def advance(self, num_tokens: int) -> None:
+        """Step until there are so many output tokens in all, or every answer is complete."""
+        started = time.perf_counter() - self._seconds
+        while self._engine.has_work and self.num_output < num_tokens:
+            for event in self._engine.step():
+                if isinstance(event, TokensOut):
+                    self._ids[event.id] += event.token_ids
+            self._seconds = time.perf_counter() - started
+            if not self._num_prefilled and all(self._ids.values()):
+                self._num_prefilled, self._prefill_seconds = self.num_output, self._seconds
+
+    def answers(self) -> list[list[TokenId]]:
+        """
+        Raises:
+            RuntimeError: one of them is shorter or longer than asked for.
+        """
+        answers = list(self._ids.values())
+        if any(len(answer) != self._num_tokens for answer in answers):
+            raise RuntimeError(
+                f"some of {len(answers)} requests did not answer with {self._num_tokens} tokens"
+            )
+        return answers
+
+    def measurement(self, steps: Sequence[SpeculationStep]) -> Measurement:
+        """
+        Args:
+            steps: of a run with drafts, all of them.
+        """
+        answers = self.answers()
+        return Measurement(
+            prefill_seconds=self._prefill_seconds,
+            decode_seconds=self._seconds - self._prefill_seconds,
+            num_tokens=self.num_output,
+            num_decoded=self.num_output - self._num_prefilled,
+            ids_sha256=hashlib.sha256(repr(answers).encode()).hexdigest(),
+            steps=StepSummary.of(steps),
+        )

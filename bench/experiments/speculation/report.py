@@ -23,8 +23,8 @@ the same, token for token; what is measured is time.
 
 ## Procedure
 
-Every line comes from pairs of runs: without drafts, then with them, each in a fresh engine with empty caches
-and with a policy that has learned nothing yet; models and memory are shared. A ratio is taken within each
+Every line comes from pairs of runs, without drafts and with them, which take turns of 16 tokens, each in a
+fresh engine with empty caches and with a policy that has learned nothing yet. A ratio is taken within each
 pair; the table has medians of ratios. *Decode* starts with the first output token (of the last request),
 *whole* counts the prompts too, and with the draft model also its prompts. Requests ignore the end of text.
 One request is greedy on the refactoring prompt and sampled at temperature 0.8 on the creative one; concurrent

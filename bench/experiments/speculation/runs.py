@@ -16,7 +16,7 @@ from mvllm.core.spec.length_policies import POLICIES
 
 @dataclass(frozen=True)
 class Run:
-    """One pair of measurements: without drafts, then with them."""
+    """One pair of measurements: without drafts, and with them in turn."""
 
     drafter: str  # "ngram", "model" or "ngram+model"
     policy: str
