@@ -30,7 +30,7 @@ TRIAL_SHARE = 0.006  # of the tokens, that trials may lose from then on
 MAX_SAVINGS = 16.0  # tokens, for each row
 HOPE = 0.85  # chance of acceptance at which drafting has to pay for a trial to make sense
 TRIAL_AFTER = 48  # output tokens, before a drafter reads for a trial: how a text begins tells little of it
-LONGEST_WAIT = 256  # steps in which all rows were shorter than that
+LONGEST_WAIT = 256  # steps in which all rows were shorter than that, before one of them is tried
 TRIAL_READING = 0.25  # of the time of the output that may follow, that reading for a trial may take
 FIRST_TRIAL = 2  # drafts, as long as nothing is known of the drafter's cost
 MAX_TRIAL = 4  # drafts
@@ -39,7 +39,7 @@ PLAIN_FIRST = 2  # steps without drafts that are timed before there are any
 PLAIN_SURE = 8  # such steps, before their time counts as known: until then, more of them come the sooner
 PLAIN_SHARE = 0.004  # of the time, that they may lose from then on
 GUESSED_CATCH_UP = 1 / 32  # of a plain step's time, for each token, before a drafter has read any ...
-MOST_GUESSED = 8.0  # ... and such steps at most for all of them: more could never be saved for a trial
+MOST_GUESSED = MAX_SAVINGS / 2  # ... and so many steps at most, for it has to be saved for a trial
 CATCH_UP_ROUNDS = 64  # rounds of drafting at most over which the cost of catching up has to come back
 PROPOSING_WEIGHT = 0.1  # of the last round in the share of rounds in which the drafter had a proposal
 PROPOSING_DRIFT = 0.01  # back to 1, for each step in which the row was not asked to draft
@@ -116,7 +116,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._since_plain: dict[int, int] = {}  # by group of rows: steps with drafts since one without
         self._readers: frozenset[RequestId] = frozenset()
         self._has_seen_copies = False  # drafts at hand
-        self._waited = 0  # steps since drafts were worked out
+        self._waited = 0  # steps in which all rows were too short for a trial
 
     # --- decide ------------------------------------------------------------------------------------------
 
@@ -128,6 +128,8 @@ class AdaptiveLength(DraftLengthPolicy):
                 row.told_to_read = row.is_reading = False
             row.is_reading &= row.num_behind > SMALL_CATCH_UP
         self._has_seen_copies |= any(row.is_at_hand for row in self._rows.values())
+        is_short = all(demand.num_output < TRIAL_AFTER for demand in rows)
+        self._waited = self._waited + 1 if is_short else 0
         self._readers = frozenset()
         num_rows = len(rows)
         curve = self._forward.curve(num_rows)
@@ -151,15 +153,11 @@ class AdaptiveLength(DraftLengthPolicy):
                 row.told_to_read = row.is_reading = True
             elif row.is_reading and demand.limit > 0 and not row.is_at_hand:
                 chosen.setdefault(demand.id, 1)
-        self._waited += 1
         idle = [demand for demand in rows if demand.id not in chosen and self._may_be_tried(demand, num_rows)]
         num_tokens = num_rows + sum(chosen.values())
         for of_kind in filter(None, _by_kind(idle)):
             if trial := self._affordable_trial(of_kind, num_rows, num_tokens):
-                chosen |= trial
-                break
-        if any(not self._rows[id].is_at_hand for id in chosen):
-            self._waited = 0
+                return chosen | trial
         return chosen
 
     def readers(self) -> frozenset[RequestId]:
@@ -231,7 +229,7 @@ class AdaptiveLength(DraftLengthPolicy):
     def _most_drafts(self, num_rows: int) -> int:
         """Of a step, all rows together: not many times more than any had that was measured, for nobody knows
         what they cost, and a few samples may say that they are free."""
-        return FIRST_TRIAL + LARGEST_GROWTH * self._forward.most_drafts(num_rows)
+        return FIRST_TRIAL + LARGEST_GROWTH * self._forward.curve(num_rows).most_drafts
 
     def _cap(self, demand: DraftDemand) -> int:
         return min(self._max_length, demand.limit)

@@ -10,7 +10,7 @@ from mvllm.core.types import ceil_div
 
 WINDOW = 16  # latest samples kept of each kind of step
 TOKEN_SLOPE = 0.04  # of a plain step's time, for each token more, before any such step was seen
-TELLING_LENGTH = 1.25  # times a plain step's tokens, from which on a longer one tells what a token costs
+TELLING_SHARE = 0.25  # drafts for each row, from which on a step tells what a token more costs
 TRUSTED = 2  # samples of the drafter's cost before it is believed
 LATER_SHARE = 0.75  # of a round's first pass, that one more takes, before any such round was seen
 FORGET_AFTER = 160  # steps without a sample of a kind, that what is known of it still counts
@@ -23,13 +23,12 @@ class _Samples:
     """The latest values, and their lower quartile: a disturbed step only ever takes longer. Of few values it
     is the second, for the lowest of a noisy few is too good to be true."""
 
-    __slots__ = ("_values", "low", "num_plain", "step")
+    __slots__ = ("_values", "low", "step")
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=WINDOW)
         self.low = 0.0
         self.step = 0  # in which the last one came
-        self.num_plain = 0  # of steps without drafts, so far
 
     def add(self, value: float, step: int) -> None:
         self._values.append(value)
@@ -62,11 +61,13 @@ class ForwardCurve:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._samples: dict[int, _Samples] = {}
+        self._samples: dict[int, _Samples] = {}  # by tokens
+        self._num_drafts: dict[int, int] = {}  # of these steps, the most in one
+        self._plain_steps: deque[int] = deque(maxlen=WINDOW)  # numbers of those without drafts
         self._tokens: list[int] = []  # ascending
         self._seconds: list[float] = []  # of `_tokens`, never falling
 
-    def add(self, tokens: int, seconds: float, *, is_plain: bool = False) -> None:
+    def add(self, tokens: int, seconds: float, *, num_drafts: int) -> None:
         tokens = _rounded(tokens)
         expected = self.seconds(tokens)
         if expected > 0.0:
@@ -76,23 +77,26 @@ class ForwardCurve:
                 # What was expected of a longer one is less certain than what it took.
                 seconds = min(seconds, (seconds + expected) / 2)
         self._num_steps += 1
-        latest = self._samples.setdefault(tokens, _Samples())
-        latest.add(seconds, self._num_steps)
-        latest.num_plain += is_plain
+        self._samples.setdefault(tokens, _Samples()).add(seconds, self._num_steps)
+        self._num_drafts[tokens] = max(num_drafts, self._num_drafts.get(tokens, 0))
+        if num_drafts == 0:
+            self._plain_steps.append(self._num_steps)
         for length, samples in list(self._samples.items()):
             if samples.step <= self._num_steps - FORGET_AFTER:
-                del self._samples[length]
+                del self._samples[length], self._num_drafts[length]
         self._tokens = sorted(self._samples)
         # Drafts must not look good because steps without any were disturbed.
-        seen = [self._samples[tokens] for tokens in reversed(self._tokens)]
-        lows = [samples.cautious if samples.num_plain else samples.low for samples in seen]
+        lows = [
+            samples.low if self._num_drafts[tokens] > 0 else samples.cautious
+            for tokens, samples in sorted(self._samples.items(), reverse=True)
+        ]
         self._seconds = list(accumulate(lows, min))[::-1]
 
     @property
     def is_known(self) -> bool:
         """Whether steps with drafts were seen: before that, what a token more costs is a guess. Steps with
         one row more don't tell, for they take nearly the same."""
-        return any(samples.count > samples.num_plain for samples in self._samples.values())
+        return self.most_drafts > 0
 
     def seconds(self, tokens: float) -> float:
         """Interpolated between what was measured, extended beyond it; 0 if nothing was."""
@@ -110,22 +114,23 @@ class ForwardCurve:
 
     @property
     def num_plain(self) -> int:
-        """Steps without drafts, as far as their times are remembered."""
-        return sum([min(samples.num_plain, WINDOW) for samples in self._samples.values()])
+        """Steps without drafts, up to `WINDOW`; 0 if there was none for long."""
+        is_remembered = bool(self._plain_steps) and self._plain_steps[-1] > self._num_steps - FORGET_AFTER
+        return len(self._plain_steps) if is_remembered else 0
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest step seen; 0 if none was."""
-        return self._tokens[-1] if self._tokens else 0
+    def most_drafts(self) -> int:
+        """Of a step that is remembered."""
+        return max(self._num_drafts.values(), default=0)
 
     def _slope(self) -> float:
-        """Seconds per token beyond the longest step seen. From steps of nearly one length it can't be told,
-        and is guessed as half of what a token takes on average."""
+        """Seconds per token beyond the longest step seen. A few drafts beside many rows don't tell; then at
+        least half of what a token takes on average."""
         shortest, longest, first = self._tokens[0], self._tokens[-1], self._seconds[0]
         if not self.is_known:
             return TOKEN_SLOPE * first
         slope = (self._seconds[-1] - first) / (longest - shortest) if longest > shortest else 0.0
-        if longest >= TELLING_LENGTH * shortest:
+        if any(drafts >= TELLING_SHARE * (tokens - drafts) for tokens, drafts in self._num_drafts.items()):
             return slope
         return max(slope, first / shortest / 2)
 
@@ -153,15 +158,11 @@ class ForwardCosts:
 
     def add(self, rows: int, tokens: int, seconds: float) -> None:
         curve = self._curves.setdefault(row_group(rows), ForwardCurve())
-        curve.add(tokens, seconds, is_plain=tokens == rows)
+        curve.add(tokens, seconds, num_drafts=tokens - rows)
 
     def curve(self, rows: int) -> ForwardCurve:
         """For steps with `rows` rows."""
         return self._curves.get(row_group(rows), _UNKNOWN)
-
-    def most_drafts(self, rows: int) -> int:
-        """Of the steps with about so many rows that are remembered."""
-        return max(0, self.curve(rows).longest - rows)
 
     def seconds(self, rows: int, tokens: float) -> float:
         """Of a step with `rows` rows and `tokens` tokens in all; 0 if no step like it was seen."""

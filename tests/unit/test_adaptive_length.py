@@ -402,6 +402,16 @@ def test_short_requests_one_after_the_other_get_drafts_too() -> None:
     assert seconds[0] > 1.15 * seconds[1]
 
 
+def test_where_long_answers_were_tried_a_new_one_waits_for_its_turn() -> None:
+    """Their drafts were never right, and much time has passed since."""
+    policy, costs = AdaptiveLength(), replace(MODEL, catch_up=0.0005, first_tokens=64)
+    simulate(policy, [even_text(3000, 0.0, 1)], costs, prompt=300)
+    [lengths] = zip(
+        *simulate(policy, [even_text(200, 0.0, 2)], costs, prompt=300, first_id=1).lengths, strict=True
+    )
+    assert not any(lengths[:TRIAL_AFTER])
+
+
 def test_steps_with_a_row_more_do_not_tell_what_drafts_cost() -> None:
     """They share measurements with those with a row less, and may well take the same time."""
     costs = ForwardCosts()
@@ -413,8 +423,19 @@ def test_steps_with_a_row_more_do_not_tell_what_drafts_cost() -> None:
     assert costs.seconds(40, 80) > 0.63 * 1.4, "four drafts among forty rows tell little"
     costs.add(40, 60, 0.64)
     assert costs.seconds(40, 80) < 0.63 * 1.1
-    assert costs.most_drafts(40) == 20
-    assert costs.most_drafts(8) == 0
+    assert costs.curve(34).most_drafts == 20
+    assert costs.curve(8).most_drafts == 0
+
+
+def test_a_step_with_a_row_less_and_a_draft_more_is_one_with_drafts() -> None:
+    costs = ForwardCosts()
+    for _ in range(20):
+        costs.add(8, 8, 0.06)
+    costs.add(7, 8, 0.06)
+    assert costs.curve(8).is_known
+    for _ in range(FORGET_AFTER):
+        costs.add(7, 8, 0.06)
+    assert costs.curve(8).num_plain == 0
 
 
 def test_one_row_does_not_spend_what_many_have_saved() -> None:

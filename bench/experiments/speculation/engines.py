@@ -1,4 +1,4 @@
-"""Models loaded once, and fresh engines around them: every run starts with empty caches.
+"""Models loaded once, the target twice, and fresh engines around them: every run starts with empty caches.
 
 Shared machines are fast for some seconds and slow for others. So the two runs of a pair take turns of a few
 tokens, each on a target model of its own, and both see the same of it.

@@ -23,13 +23,13 @@ the same, token for token; what is measured is time.
 
 ## Procedure
 
-Every line comes from pairs of runs, without drafts and with them, which take turns of 16 tokens, each in a
-fresh engine with empty caches and with a policy that has learned nothing yet. A ratio is taken within each
-pair; the table has medians of ratios. *Decode* starts with the first output token (of the last request),
-*whole* counts the prompts too, and with the draft model also its prompts. Requests ignore the end of text.
-One request is greedy on the refactoring prompt and sampled at temperature 0.8 on the creative one; concurrent
-ones are sampled at 0.8 with different seeds, half of them on each prompt. Tokens are compared by a hash of
-all output ids.
+Every line comes from pairs of runs, without drafts and with them, which take turns of 16 tokens of each
+request, each in a fresh engine with empty caches and with a policy that has learned nothing yet. A ratio is
+taken within each pair; the table has medians of ratios. *Decode* starts with the first output token (of the
+last request), *whole* counts the prompts too, and with the draft model also its prompts. Requests ignore the
+end of text. One request is greedy on the refactoring prompt and sampled at temperature 0.8 on the creative
+one; concurrent ones are sampled at 0.8 with different seeds, half of them on each prompt. Tokens are compared
+by a hash of all output ids.
 
 *Allowed* is the best expected speed-up over constant draft lengths, from runs with each of them: mean tokens
 per step over mean time per step, with median times of forwards for each number of drafts (`allowance.py`).

@@ -16,7 +16,7 @@ from mvllm.core.spec.length_policies import POLICIES
 
 @dataclass(frozen=True)
 class Run:
-    """One pair of measurements: without drafts, and with them in turn."""
+    """One pair of measurements: without drafts and with them, taking turns."""
 
     drafter: str  # "ngram", "model" or "ngram+model"
     policy: str
