@@ -30,7 +30,7 @@ TRIAL_SHARE = 0.006  # of the tokens, that trials may lose from then on
 MAX_SAVINGS = 16.0  # tokens, for each row
 HOPE = 0.85  # chance of acceptance at which drafting has to pay for a trial to make sense
 TRIAL_AFTER = 48  # output tokens, before a drafter reads for a trial: how a text begins tells little of it
-LONGEST_WAIT = 256  # steps in which all rows were shorter than that, before one of them is tried
+LONGEST_WAIT = 256  # steps without a row as long as that and far from its end, before shorter ones are tried
 TRIAL_READING = 0.25  # of the time of the output that may follow, that reading for a trial may take
 FIRST_TRIAL = 2  # drafts, as long as nothing is known of the drafter's cost
 MAX_TRIAL = 4  # drafts
@@ -116,7 +116,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._since_plain: dict[int, int] = {}  # by group of rows: steps with drafts since one without
         self._readers: frozenset[RequestId] = frozenset()
         self._has_seen_copies = False  # drafts at hand
-        self._waited = 0  # steps in which all rows were too short for a trial
+        self._waited = 0  # steps in which no row was fit for a trial of a drafter that reads
 
     # --- decide ------------------------------------------------------------------------------------------
 
@@ -128,8 +128,6 @@ class AdaptiveLength(DraftLengthPolicy):
                 row.told_to_read = row.is_reading = False
             row.is_reading &= row.num_behind > SMALL_CATCH_UP
         self._has_seen_copies |= any(row.is_at_hand for row in self._rows.values())
-        is_short = all(demand.num_output < TRIAL_AFTER for demand in rows)
-        self._waited = self._waited + 1 if is_short else 0
         self._readers = frozenset()
         num_rows = len(rows)
         curve = self._forward.curve(num_rows)
@@ -153,6 +151,8 @@ class AdaptiveLength(DraftLengthPolicy):
                 row.told_to_read = row.is_reading = True
             elif row.is_reading and demand.limit > 0 and not row.is_at_hand:
                 chosen.setdefault(demand.id, 1)
+        is_ripe = any(row.num_output >= TRIAL_AFTER and self._pays_back(row, num_rows) for row in rows)
+        self._waited = 0 if is_ripe else self._waited + 1
         idle = [demand for demand in rows if demand.id not in chosen and self._may_be_tried(demand, num_rows)]
         num_tokens = num_rows + sum(chosen.values())
         for of_kind in filter(None, _by_kind(idle)):
@@ -299,13 +299,15 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _may_be_tried(self, demand: DraftDemand, num_rows: int) -> bool:
         """Where the drafter would have to read, not at the beginning of an answer nor near its end."""
-        if demand.limit == 0:
-            return False
         if demand.num_at_hand > 0 or demand.num_behind <= SMALL_CATCH_UP:
-            return True
+            return demand.limit > 0
         is_typical = demand.num_output >= TRIAL_AFTER or self._waited >= LONGEST_WAIT
+        return is_typical and self._pays_back(demand, num_rows)
+
+    def _pays_back(self, demand: DraftDemand, num_rows: int) -> bool:
+        """Whether enough may follow for reading to make sense."""
         to_come = demand.num_left * self._forward.seconds(num_rows, num_rows)
-        return is_typical and self._reading_seconds(demand, num_rows) <= TRIAL_READING * to_come
+        return demand.limit > 0 and self._reading_seconds(demand, num_rows) <= TRIAL_READING * to_come
 
     def _affordable_trial(
         self, idle: Sequence[DraftDemand], num_rows: int, num_tokens: int

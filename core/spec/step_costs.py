@@ -61,9 +61,9 @@ class ForwardCurve:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._samples: dict[int, _Samples] = {}  # by tokens
-        self._num_drafts: dict[int, int] = {}  # of these steps, the most in one
-        self._plain_steps: deque[int] = deque(maxlen=WINDOW)  # numbers of those without drafts
+        self._plain: dict[int, _Samples] = {}  # steps without drafts, by tokens
+        self._drafted: dict[int, _Samples] = {}  # and those with some
+        self._num_drafts: dict[int, int] = {}  # of the latter, the most in one step
         self._tokens: list[int] = []  # ascending
         self._seconds: list[float] = []  # of `_tokens`, never falling
 
@@ -72,25 +72,29 @@ class ForwardCurve:
         expected = self.seconds(tokens)
         if expected > 0.0:
             seconds = min(seconds, CLIP * expected)
-            if self.is_known and tokens not in self._samples and tokens < self._tokens[-1]:
+            if self.is_known and tokens not in self._tokens and tokens < self._tokens[-1]:
                 # A first step of its length may be slow by itself, and whoever believes it takes no second.
                 # What was expected of a longer one is less certain than what it took.
                 seconds = min(seconds, (seconds + expected) / 2)
         self._num_steps += 1
-        self._samples.setdefault(tokens, _Samples()).add(seconds, self._num_steps)
-        self._num_drafts[tokens] = max(num_drafts, self._num_drafts.get(tokens, 0))
-        if num_drafts == 0:
-            self._plain_steps.append(self._num_steps)
-        for length, samples in list(self._samples.items()):
-            if samples.step <= self._num_steps - FORGET_AFTER:
-                del self._samples[length], self._num_drafts[length]
-        self._tokens = sorted(self._samples)
+        kind = self._drafted if num_drafts > 0 else self._plain
+        kind.setdefault(tokens, _Samples()).add(seconds, self._num_steps)
+        if num_drafts > 0:
+            self._num_drafts[tokens] = max(num_drafts, self._num_drafts.get(tokens, 0))
+        for length in [length for length, samples in self._plain.items() if self._is_forgotten(samples)]:
+            del self._plain[length]
+        for length in [length for length, samples in self._drafted.items() if self._is_forgotten(samples)]:
+            del self._drafted[length], self._num_drafts[length]
+        self._tokens = sorted(self._plain.keys() | self._drafted.keys())
         # Drafts must not look good because steps without any were disturbed.
         lows = [
-            samples.low if self._num_drafts[tokens] > 0 else samples.cautious
-            for tokens, samples in sorted(self._samples.items(), reverse=True)
+            self._plain[tokens].cautious if tokens in self._plain else self._drafted[tokens].low
+            for tokens in reversed(self._tokens)
         ]
         self._seconds = list(accumulate(lows, min))[::-1]
+
+    def _is_forgotten(self, samples: _Samples) -> bool:
+        return samples.step <= self._num_steps - FORGET_AFTER
 
     @property
     def is_known(self) -> bool:
@@ -114,9 +118,8 @@ class ForwardCurve:
 
     @property
     def num_plain(self) -> int:
-        """Steps without drafts, up to `WINDOW`; 0 if there was none for long."""
-        is_remembered = bool(self._plain_steps) and self._plain_steps[-1] > self._num_steps - FORGET_AFTER
-        return len(self._plain_steps) if is_remembered else 0
+        """Steps without drafts whose times are remembered."""
+        return sum([samples.count for samples in self._plain.values()])
 
     @property
     def most_drafts(self) -> int:
@@ -130,9 +133,8 @@ class ForwardCurve:
         if not self.is_known:
             return TOKEN_SLOPE * first
         slope = (self._seconds[-1] - first) / (longest - shortest) if longest > shortest else 0.0
-        if any(drafts >= TELLING_SHARE * (tokens - drafts) for tokens, drafts in self._num_drafts.items()):
-            return slope
-        return max(slope, first / shortest / 2)
+        tells = any(n >= TELLING_SHARE * (tokens - n) for tokens, n in self._num_drafts.items())
+        return slope if tells and longest > shortest else max(slope, first / shortest / 2)
 
 
 def _rounded(tokens: int) -> int:

@@ -394,12 +394,17 @@ def test_a_drafter_that_would_have_to_catch_up_at_a_high_price_is_left_alone() -
 def test_short_requests_one_after_the_other_get_drafts_too() -> None:
     """None of them comes as far as a row has to be for a trial of a drafter that reads first."""
     costs = replace(MODEL, catch_up=0.0005, first_tokens=64)
-    policies = FixedLength(0), AdaptiveLength()
-    seconds = [
-        sum(simulate(policy, [streaks(0.9, n, 30)], costs, prompt=300, first_id=n).seconds for n in range(60))
-        for policy in policies
-    ]
-    assert seconds[0] > 1.15 * seconds[1]
+    for length in (30, 50):
+        policies = FixedLength(0), AdaptiveLength()
+        texts = [streaks(0.9, number, length) for number in range(60)]
+        seconds = [
+            sum(
+                simulate(policy, [text], costs, prompt=300, first_id=n).seconds
+                for n, text in enumerate(texts)
+            )
+            for policy in policies
+        ]
+        assert seconds[0] > 1.15 * seconds[1]
 
 
 def test_where_long_answers_were_tried_a_new_one_waits_for_its_turn() -> None:
@@ -436,6 +441,10 @@ def test_a_step_with_a_row_less_and_a_draft_more_is_one_with_drafts() -> None:
     for _ in range(FORGET_AFTER):
         costs.add(7, 8, 0.06)
     assert costs.curve(8).num_plain == 0
+    for _ in range(FORGET_AFTER):
+        costs.add(8, 8, 0.06)
+    assert not costs.curve(8).is_known
+    assert costs.seconds(8, 16) > 0.06
 
 
 def test_one_row_does_not_spend_what_many_have_saved() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from mvllm.bench.experiments.speculation.coupling import Position, compare, logits_along
-from mvllm.bench.experiments.speculation.engines import Sampling, TargetAndDrafter
+from mvllm.bench.experiments.speculation.engines import TURN_TOKENS, Sampling, TargetAndDrafter
 from mvllm.bench.experiments.speculation.report import write_report
 from mvllm.bench.experiments.speculation.runs import (
     Pair,
@@ -223,6 +223,7 @@ def _facts(target: Path, draft: Path | None, threads: int | None) -> dict[str, A
         "threads": threads or "all",
         "machine": f"{_processor()}, {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
+        "turn_tokens": TURN_TOKENS,
         **{name: _version(name) for name in ("mvllm-engine", "numba", "numpy")},
         "date": datetime.date.today().isoformat(),
     }

@@ -94,7 +94,7 @@ class Results:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(facts) + "\n")
             return
-        for name in ("target", "draft", "machine", "threads"):
+        for name in ("target", "draft", "machine", "threads", "turn_tokens"):
             if self.facts.get(name) != facts.get(name):
                 raise ValueError(
                     f"{self._path} was made with {name} {self.facts.get(name)!r}, not {facts.get(name)!r}; "
