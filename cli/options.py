@@ -176,7 +176,7 @@ speculation_options = _apply(
             "--draft-length",
             type=int,
             metavar="TOKENS",
-            help="Most tokens drafted at a time; with --draft-policy fixed, always so many.  "
+            help="Most tokens drafted at a time; with --draft-policy fixed, wherever there are so many.  "
             f"[default: {DEFAULT_ADAPTIVE_MAX} (adaptive), {DEFAULT_LENGTH} (fixed), {DEFAULT_MAX_LENGTH}]",
         ),
         click.option(

@@ -113,7 +113,7 @@ def statistics(
 def _speculation_rows(totals: SpeculationTotals) -> list[tuple[str, str]]:
     rows = [
         ("drafts", f"{totals.num_proposed} proposed, {totals.num_accepted} accepted"),
-        ("acceptance", f"{totals.acceptance_rate:.1%}"),
+        ("acceptance", f"{totals.acceptance_rate:.1%}" if totals.num_proposed else "none drafted"),
         ("tokens per pass", f"{totals.tokens_per_pass:.2f} ({totals.num_passes} passes of the model)"),
         ("draft lengths", _histogram(totals.proposed_lengths)),
         ("accepted lengths", _histogram(totals.accepted_lengths)),

@@ -125,7 +125,7 @@ class LLM:
             (default with a `draft_model`) looks them up where the text repeats itself and else asks the
             model; or a `Drafter` object of your own, closed with the LLM. Drafting changes speed, never the
             tokens (docs/speculation.md).
-        draft_length: most tokens drafted at a time; with the policy "fixed", always so many.
+        draft_length: most tokens drafted at a time; with the policy "fixed", wherever there are so many.
         draft_policy: "adaptive" (default: drafts only as far as it pays), "fixed", "acceptance-rate",
             "accepted-length", or a `DraftLengthPolicy` object.
         draft_backend: where the draft model runs; None: where the model does.

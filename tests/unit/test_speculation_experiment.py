@@ -94,6 +94,18 @@ def test_coupling_lies_between_independent_draws_and_rejection() -> None:
     assert position.coupling > (1.0 - shifted) / (1.0 + shifted) - 0.03
 
 
+def test_a_report_that_could_not_be_drawn_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mvllm.bench.experiments.speculation.__main__.find_spec", lambda name: None)
+    model = tmp_path / "tiny.gguf"
+    write_tiny_gguf(model, tensor_type="F32", seed=3)
+    result = CliRunner().invoke(main, [str(model), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "mvllm-engine[plots]" in result.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_small_experiment_runs_stops_goes_on_and_reports(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     model = tmp_path / "tiny.gguf"

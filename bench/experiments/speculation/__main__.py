@@ -13,6 +13,7 @@ import platform
 import time
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,10 @@ def main(
     seconds: float | None,
 ) -> None:
     wanted, names = parts.split(","), workloads.split(",")
+    if "report" in wanted and find_spec("matplotlib") is None:
+        raise click.UsageError(
+            'the report has figures: pip install "mvllm-engine[plots]", or leave it out by --parts'
+        )
     constants = tuple(map(int, lengths.split(",")))
     planned: list[Run] = []
     chosen = drafters.split(",") if draft is not None else ["ngram"]
