@@ -102,7 +102,11 @@ def test_products_say_what_they_multiply_and_how_many_bytes_they_read(cpu_trace:
     assert query["args"]["bytes"] > 0
 
 
-def test_the_profile_of_a_cpu_run_has_its_instructions_and_their_rates(cpu_trace: Path) -> None:
+def test_the_profile_of_a_cpu_run_has_its_instructions_and_their_rates(
+    cpu_trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where another process holds a core, waiting takes nearly all of a step.
+    monkeypatch.setattr("mvllm.cli.profile._FEWEST_PERCENT", 0.0)
     status, output = invoke("profile", "--names", str(cpu_trace))
     assert status == 0
     decode, prompt = output.split("with prompt tokens: 1 steps")
@@ -112,8 +116,7 @@ def test_the_profile_of_a_cpu_run_has_its_instructions_and_their_rates(cpu_trace
     assert table.splitlines()[0].split() == ["instruction", "ms/step", "share", "GB/s"]
     [linear] = [line for line in table.splitlines() if line.startswith("  linear ")]
     assert float(linear.split()[3]) >= 0
-    # Which ones take longest and so are listed is a matter of chance.
-    assert re.search(r"\n  blk\.\*\.\w+\.weight ", decode)
+    assert re.search(r"\n  blk\.\*\.attn_q\.weight ", decode)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}'])
