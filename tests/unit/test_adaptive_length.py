@@ -34,7 +34,7 @@ from mvllm.core.spec.draft_length import (
     SpeculationStep,
 )
 from mvllm.core.spec.length_policies import create_policy
-from mvllm.core.spec.step_costs import FORGET_AFTER, LATER_SHARE, DraftCosts, ForwardCosts
+from mvllm.core.spec.step_costs import FORGET_AFTER
 from mvllm.core.types import RequestId
 from tests.models.speculation_table import TODAY, agreement_by_read, lookup_costs, model_costs
 from tests.models.speculation_world import (
@@ -301,30 +301,6 @@ def test_what_was_slow_when_it_was_seen_is_tried_again() -> None:
     assert adaptive >= 0.97 * max(constants) > 1.02 * constants[0]
 
 
-def test_what_later_passes_took_is_forgotten_if_there_were_none_for_long() -> None:
-    """With a single row; what is known of eight rows stays."""
-    costs = DraftCosts()
-    for rows in (8, 1):
-        for passes in (1, 1, 3):
-            costs.add_round(rows, passes, 0.010 * passes)
-    costs.add_round(1, 2, 0.090)
-    for _ in range(FORGET_AFTER):
-        assert costs.pass_seconds(1, 1) > 0.009
-        costs.add_round(1, 1, 0.010)
-    assert costs.pass_seconds(1, 1) == LATER_SHARE * costs.pass_seconds(1, 0)
-    assert costs.pass_seconds(8, 1) > 0.0
-    assert set(costs._later) == {8}
-
-
-def test_what_first_passes_took_is_forgotten_if_no_round_had_a_single_one_for_long() -> None:
-    costs = DraftCosts()
-    for _ in range(4):
-        costs.add_round(1, 1, 0.040)
-    for _ in range(FORGET_AFTER + 4):
-        costs.add_round(1, 2, 0.022)
-    assert costs.pass_seconds(1, 0) < 0.012
-
-
 def test_every_group_of_rows_has_its_steps_without_drafts() -> None:
     """So have two rows that always draft, though steps with three rows are plain all the time."""
     policy, lengths = AdaptiveLength(), []
@@ -415,36 +391,6 @@ def test_where_long_answers_were_tried_a_new_one_waits_for_its_turn() -> None:
         *simulate(policy, [even_text(200, 0.0, 2)], costs, prompt=300, first_id=1).lengths, strict=True
     )
     assert not any(lengths[:TRIAL_AFTER])
-
-
-def test_steps_with_a_row_more_do_not_tell_what_drafts_cost() -> None:
-    """They share measurements with those with a row less, and may well take the same time."""
-    costs = ForwardCosts()
-    for rows in (38, 40) * 4:
-        costs.add(rows, rows, 0.63)
-    assert not costs.curve(40).is_known
-    costs.add(40, 44, 0.63)
-    assert costs.curve(40).is_known
-    assert costs.seconds(40, 80) > 0.63 * 1.4, "four drafts among forty rows tell little"
-    costs.add(40, 60, 0.64)
-    assert costs.seconds(40, 80) < 0.63 * 1.1
-    assert costs.curve(34).most_drafts == 20
-    assert costs.curve(8).most_drafts == 0
-
-
-def test_a_step_with_a_row_less_and_a_draft_more_is_one_with_drafts() -> None:
-    costs = ForwardCosts()
-    for _ in range(20):
-        costs.add(8, 8, 0.06)
-    costs.add(7, 8, 0.06)
-    assert costs.curve(8).is_known
-    for _ in range(FORGET_AFTER):
-        costs.add(7, 8, 0.06)
-    assert costs.curve(8).num_plain == 0
-    for _ in range(FORGET_AFTER):
-        costs.add(8, 8, 0.06)
-    assert not costs.curve(8).is_known
-    assert costs.seconds(8, 16) > 0.06
 
 
 def test_one_row_does_not_spend_what_many_have_saved() -> None:
