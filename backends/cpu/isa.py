@@ -82,7 +82,6 @@ class Isa:
     lanes: int
     max_tokens: int  # tokens of the largest tile, panels apart
     panel_tokens: int  # tokens of a tile over a panel of quantized weights
-    streamed_tokens: int  # up to so many are multiplied with streams of quantized weights (`reading`)
     register: str | None  # inline-assembly constraint of a vector register, None: don't pin
     features: frozenset[str]  # LLVM feature names that the emitted code needs
     native_half: bool  # the hardware converts float16 vectors
@@ -330,7 +329,6 @@ AVX512 = Isa(
     lanes=16,
     max_tokens=8,
     panel_tokens=4,
-    streamed_tokens=2,
     register="v",
     features=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
     native_half=True,
@@ -344,7 +342,6 @@ AVX2 = Isa(
     lanes=8,
     max_tokens=6,
     panel_tokens=3,
-    streamed_tokens=1,
     register="x",
     features=frozenset({"avx2", "fma", "f16c"}),
     native_half=True,
@@ -355,7 +352,6 @@ PORTABLE = Isa(
     lanes=8,
     max_tokens=4,
     panel_tokens=3,
-    streamed_tokens=1,
     register=None,
     features=frozenset(),
     native_half=False,

@@ -103,8 +103,10 @@ def matmul_address(format_name: str, isa: Isa, records: ActivationLayout) -> int
         4 * isa.lanes,
         form.inputs_per_step,
         form.activation_step_bytes,
-        form.reading.streams,
-        form.streamed_tokens,
+        form.readings[0].most_tokens,
+        form.readings[0].streams,
+        form.readings[-1].most_tokens,
+        form.readings[-1].streams,
         form.tile_blocks,
         form.tile_tokens,
         form.panel.blocks,
@@ -145,8 +147,10 @@ def _make_matmul(
     out_block_bytes: int,
     inputs_per_step: int,
     step_bytes: int,
-    streams: int,
+    few_tokens: int,
+    few_tokens_streams: int,
     streamed_tokens: int,
+    streamed_tokens_streams: int,
     tile_blocks: int,
     tile_tokens: int,
     panel_blocks: int,
@@ -168,6 +172,7 @@ def _make_matmul(
         scratch = stack_memory(scratch_bytes)
         if tokens <= streamed_tokens and not by_panels:
             # As many parts of the row blocks are read side by side as there are streams.
+            streams = few_tokens_streams if tokens <= few_tokens else streamed_tokens_streams
             part = (last_block - first_block) // streams
             block = first_block
             while block < last_block:

@@ -25,8 +25,7 @@ class Form:
 
     inputs_per_step: int
     activation_step_bytes: int
-    reading: Reading  # of the streams
-    streamed_tokens: int  # that streams are for, at most
+    readings: tuple[Reading, ...]  # one or two, by number of tokens; for more there are tiles and panels
     tile_blocks: int  # row blocks of a tile
     tile_tokens: int  # of the largest tile
     panel: PanelShape

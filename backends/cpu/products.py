@@ -10,6 +10,7 @@ from mvllm.backends.cpu import dense_kernels, quantized_kernels, quantized_panel
 from mvllm.backends.cpu.isa import ISAS, Isa
 from mvllm.backends.cpu.layout import ACTIVATION_LAYOUTS, DENSE, QUANTIZED, ActivationLayout
 from mvllm.backends.cpu.panel import Form
+from mvllm.backends.cpu.reading import Reading
 from mvllm.backends.cpu.vector import Emitter, Value, emit_for_count, emitted
 
 
@@ -54,21 +55,22 @@ def _emit_streams(
     isa, records = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name]
     form = form_of(format_name, isa, records)
 
-    def emit(block_count: int, token_count: int) -> None:
+    def emit(block_count: int, token_count: int, reading: Reading) -> None:
         size = (block_count, token_count)
         if format_name in DENSE:
             dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], *size, *addresses_and_sizes)
         else:
             layout = QUANTIZED[format_name]
             quantized_kernels.emit_tile(
-                emitter, isa, layout, records, *size, *addresses_and_sizes, reading=form.reading
+                emitter, isa, layout, records, *size, *addresses_and_sizes, reading=reading
             )
 
     def emit_for_tokens(count: int) -> None:
-        together = sorted({1, form.reading.streams})
-        emit_for_count(emitter, blocks, together, lambda block_count: emit(block_count, count))
+        reading = next(reading for reading in form.readings if count <= reading.most_tokens)
+        together = sorted({1, reading.streams})
+        emit_for_count(emitter, blocks, together, lambda block_count: emit(block_count, count, reading))
 
-    emit_for_count(emitter, tokens, range(1, form.streamed_tokens + 1), emit_for_tokens)
+    emit_for_count(emitter, tokens, range(1, form.readings[-1].most_tokens + 1), emit_for_tokens)
 
 
 def _emit_unpack(
@@ -107,7 +109,7 @@ multiply_tile = emitted(_emit_tile, 9, num_names=3)
 activations, activation_stride, out, out_block_stride, out_stride, steps)."""
 
 multiply_streams = emitted(_emit_streams, 10, num_names=3)
-"""As many row blocks as there are streams, or one, times up to `streamed_tokens` tokens, as (names, blocks,
+"""As many row blocks as there are streams, or one, times as many tokens as are read so, as (names, blocks,
 tokens, weights, block_stride, activations, activation_stride, out, out_block_stride, out_stride, steps)."""
 
 unpack_panel = emitted(_emit_unpack, 4, num_names=3)

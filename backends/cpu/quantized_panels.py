@@ -40,7 +40,7 @@ from mvllm.backends.cpu.quantized_kernels import (
     load_word,
     times_factor,
 )
-from mvllm.backends.cpu.reading import best_reading
+from mvllm.backends.cpu.reading import best_readings
 from mvllm.backends.cpu.vector import (
     F32,
     I8,
@@ -202,8 +202,7 @@ def quantized_form(isa: Isa, layout: QuantLayout, records: ActivationLayout) -> 
     return Form(
         inputs_per_step=GROUP,
         activation_step_bytes=records.record_bytes,
-        reading=best_reading(isa),
-        streamed_tokens=isa.streamed_tokens,
+        readings=best_readings(isa, records),
         tile_blocks=TILE_BLOCKS,
         tile_tokens=isa.max_tokens,
         panel=PanelShape(PANEL_BLOCKS, isa.panel_tokens),

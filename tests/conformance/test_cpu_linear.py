@@ -174,13 +174,14 @@ def test_any_number_of_streams_gives_the_same_bits(
 ) -> None:
     rng = np.random.default_rng(13)
     matrix = packed(random_weight(format_name, 9 * SELECTED.lanes, 256, rng), SELECTED)
-    acts = activations(rng.standard_normal((3, 256), np.float32), matrix)
-    expected = product(matrix, acts, panels_from=NEVER)
-    reading = Reading(streams, bytes_ahead=512, past_caches=streams == 2)
-    monkeypatch.setattr(quantized_panels, "best_reading", lambda isa: reading)
+    acts = activations(rng.standard_normal((7, 256), np.float32), matrix)
+    expected = product(matrix, acts, panels_from=2)
+    few = Reading(1, streams, bytes_ahead=512, past_caches=streams == 2)
+    several = Reading(5, 5 - streams, bytes_ahead=128, past_caches=streams == 3)
+    monkeypatch.setattr(quantized_panels, "best_readings", lambda isa, records: (few, several))
     monkeypatch.setattr(jit, "kernel_folder", lambda: None)
     monkeypatch.setattr(linear, "matmul_address", functools.cache(linear.matmul_address.__wrapped__))
-    for tokens in (1, 2):
+    for tokens in (1, 2, 5, 7):
         for first in range(9):  # 9 to 1 row blocks
             got = product(matrix, acts[:tokens], first, panels_from=NEVER)
             asked = slice(first * SELECTED.lanes, None)
