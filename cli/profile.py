@@ -25,7 +25,8 @@ class TracedStep:
     """One step of a trace; durations in microseconds."""
 
     num_rows: int
-    num_tokens: int
+    num_tokens: int  # drafts included
+    num_drafts: int
     duration: float
     stages: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -43,17 +44,22 @@ class TracedStep:
 def profile(trace_file: Path, names: bool) -> None:
     """Say where the time of the steps in TRACE_FILE went, a file that --trace has written.
 
-    Steps that only decode and steps with prompt tokens are told apart. Shares are of the steps' time; for
-    instructions they are the mean over the threads. GB/s is how fast products read their packed weights.
+    Steps that only decode, without drafts and with some, and steps with prompt tokens are told apart. Shares
+    are of the steps' time; for instructions they are the mean over the threads. GB/s is how fast products
+    read their packed weights.
     """
     try:
         events = json.loads(trace_file.read_text())["traceEvents"]
         steps = list(read_steps(events))
     except (ValueError, KeyError, TypeError) as error:
         raise click.ClickException(f"{trace_file} is no trace of mvllm: {error}") from error
-    decoding = [step for step in steps if step.num_tokens == step.num_rows > 0]
-    mixed = [step for step in steps if step.num_tokens > step.num_rows]
-    for title, group in (("decode", decoding), ("with prompt tokens", mixed)):
+    groups: dict[str, list[TracedStep]] = {"decode": [], "decode with drafts": [], "with prompt tokens": []}
+    for step in steps:
+        if step.num_tokens > step.num_rows + step.num_drafts:
+            groups["with prompt tokens"].append(step)
+        elif step.num_rows > 0:
+            groups["decode with drafts" if step.num_drafts else "decode"].append(step)
+    for title, group in groups.items():
         if group:
             click.echo("\n".join(_section(title, group, names=names)) + "\n")
 
@@ -71,7 +77,8 @@ def read_steps(events: Iterable[Mapping[str, Any]]) -> Iterator[TracedStep]:
             if step is not None:
                 yield step
             counts = event["args"]
-            step = TracedStep(counts.get("rows", 0), counts.get("tokens", 0), event["dur"])
+            sizes = [counts.get(name, 0) for name in ("rows", "tokens", "drafts")]
+            step = TracedStep(*sizes, event["dur"])
         elif step is not None:
             _add(step, event, tracks[event["tid"]])
     if step is not None:

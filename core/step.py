@@ -153,7 +153,7 @@ class ForwardBatch:
     sampling: SamplingArrays
     vocab_limit: int = NO_VOCAB_LIMIT
     """At least 1: logits of ids from it on are -inf and need not be computed. Rows of such a batch may be
-    refused log-probabilities."""
+    refused log-probabilities, but for that of the chosen token."""
 
     @property
     def num_tokens(self) -> int:

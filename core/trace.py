@@ -49,8 +49,8 @@ class Trace:
     def stage(self, name: str) -> None:
         """The next stage of the step begins."""
 
-    def end_step(self, num_rows: int, num_tokens: int) -> None:
-        """The step's last stage and the step end."""
+    def end_step(self, num_rows: int, num_tokens: int, num_drafts: int) -> None:
+        """The step's last stage and the step end; drafts count as tokens too."""
 
     def when_done(self, tell: Callable[[], None]) -> None:
         """Call `tell` at the end of the step, when the work of telling spans shows in none of them."""
@@ -113,8 +113,8 @@ class FileTrace(Trace):
     def when_done(self, tell: Callable[[], None]) -> None:
         self._tellers.append(tell)
 
-    def end_step(self, num_rows: int, num_tokens: int) -> None:
-        self._finish_step((("rows", num_rows), ("tokens", num_tokens)))
+    def end_step(self, num_rows: int, num_tokens: int, num_drafts: int) -> None:
+        self._finish_step((("rows", num_rows), ("tokens", num_tokens), ("drafts", num_drafts)))
 
     def spans(
         self,

@@ -147,10 +147,10 @@ def _make_matmul(
     out_block_bytes: int,
     inputs_per_step: int,
     step_bytes: int,
-    few_tokens: int,
-    few_tokens_streams: int,
-    streamed_tokens: int,
-    streamed_tokens_streams: int,
+    first_tokens: int,
+    first_streams: int,
+    last_tokens: int,
+    last_streams: int,
     tile_blocks: int,
     tile_tokens: int,
     panel_blocks: int,
@@ -170,9 +170,9 @@ def _make_matmul(
         panels_from = max(2, load_field(descriptor, PANELS_FROM))
         by_panels = tokens >= panels_from and last_block - first_block >= panel_blocks
         scratch = stack_memory(scratch_bytes)
-        if tokens <= streamed_tokens and not by_panels:
+        if tokens <= last_tokens and not by_panels:
             # As many parts of the row blocks are read side by side as there are streams.
-            streams = few_tokens_streams if tokens <= few_tokens else streamed_tokens_streams
+            streams = first_streams if tokens <= first_tokens else last_streams
             part = (last_block - first_block) // streams
             block = first_block
             while block < last_block:

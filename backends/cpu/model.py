@@ -24,7 +24,7 @@ from mvllm.backends.cpu.record import Recorder, Value, sensitive_weights
 from mvllm.backends.cpu.sampler_table import (
     NUM_COLUMNS,
     Addresses,
-    asks_for_logprobs,
+    asks_for_other_logprobs,
     empty_output,
     pack_parameters,
     sampler_scratch_bytes,
@@ -64,11 +64,14 @@ class _Sampling:
         """Fill the table for a batch; returns the output that the sampler will write into.
 
         Raises:
-            InvariantViolation: a batch with a limit asks for log-probabilities, or an array is unusable.
+            InvariantViolation: a batch with a limit asks for the log-probability of a token that is not
+                chosen, or an array is unusable.
         """
         vocab = min(self._vocab_size, batch.vocab_limit)
-        if vocab < self._vocab_size and asks_for_logprobs(batch.sampling):
-            raise InvariantViolation("rows of a batch with a vocab_limit can't ask for log-probabilities")
+        if vocab < self._vocab_size and asks_for_other_logprobs(batch.sampling):
+            raise InvariantViolation(
+                "rows of a batch with a vocab_limit can ask for the chosen token's log-probability only"
+            )
         output = empty_output(batch.sampling)
         pack_parameters(
             self._table,

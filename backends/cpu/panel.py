@@ -34,6 +34,9 @@ class Form:
     chunk_bytes: int  # packed weights of these steps in one row block
     scratch_bytes: int  # an unpacked panel
 
+    def __post_init__(self) -> None:
+        assert 1 <= len(self.readings) <= 2
+
 
 def output_addresses(
     emitter: Emitter,

@@ -23,6 +23,8 @@ class Reading:
 _FEW_REGISTERS = (Reading(most_tokens=1, streams=1, bytes_ahead=2560, past_caches=False),)
 """Measured on Zen 3: more tokens need a second row block to share what is loaded of them."""
 
+_ZEN4_FEW_REGISTERS = (Reading(most_tokens=1, streams=1, bytes_ahead=2560, past_caches=True),)
+
 _MANY_REGISTERS = (Reading(most_tokens=2, streams=4, bytes_ahead=1024, past_caches=False),)
 """On an Intel Xeon with AMX one stream gets 88 % of what memory gives, four get 94 %, and prefetches past the
 caches a quarter."""
@@ -45,8 +47,9 @@ _LANES_OF_MANY_REGISTERS = 16  # AVX-512, with twice the registers of AVX2
 def best_readings(isa: Isa, records: ActivationLayout) -> tuple[Reading, ...]:
     """Of quantized weights on this machine, by number of tokens: the first that allows as many. With more
     tokens than the last allows tiles are better."""
+    is_zen4 = llvmlite.binding.get_host_cpu_name() == "znver4"
     if isa.lanes != _LANES_OF_MANY_REGISTERS:
-        return _FEW_REGISTERS
-    if llvmlite.binding.get_host_cpu_name() != "znver4":
+        return _ZEN4_FEW_REGISTERS if is_zen4 else _FEW_REGISTERS
+    if not is_zen4:
         return _MANY_REGISTERS
     return _ZEN4_WIDE if records.is_wide else _ZEN4_NARROW

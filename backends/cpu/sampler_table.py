@@ -80,8 +80,14 @@ def empty_output(sampling: SamplingArrays) -> StepOutput:
 
 def asks_for_logprobs(sampling: SamplingArrays) -> bool:
     """Whether any row wants the log-probability of a token."""
-    wanted = max(sampling.num_logprobs.tolist(), default=-1), max(sampling.target.tolist(), default=-1)
-    return max(wanted) >= 0
+    return max(sampling.num_logprobs.tolist(), default=-1) >= 0 or asks_for_other_logprobs(sampling)
+
+
+def asks_for_other_logprobs(sampling: SamplingArrays) -> bool:
+    """Whether any row wants the log-probability of a token that was not chosen."""
+    return (
+        max(sampling.num_logprobs.tolist(), default=-1) > 0 or max(sampling.target.tolist(), default=-1) >= 0
+    )
 
 
 def _no_logprobs(rows: int, width: int) -> dict[str, NDArray[Any]]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mvllm.backends.fake.tags import ROOT_TAG, FakeSampling, choose, extend_tag, logits_of
 from mvllm.core.errors import EngineClosed
-from mvllm.core.step import ForwardBatch, RowStatus, SamplingArrays, StepOutput
+from mvllm.core.step import NO_VOCAB_LIMIT, ForwardBatch, RowStatus, SamplingArrays, StepOutput
 from mvllm.core.tensor import Model
 from mvllm.core.types import BlockId, TokenId
 
@@ -203,7 +203,7 @@ class FakeModel(Model):
             tokens[row] = token
             count = int(sampling.num_logprobs[row])
             if count >= 0:
-                logprobs = logprobs_of(tag, self.vocab_size)
+                logprobs = logprobs_of(tag, self.vocab_size, vocab_limit)
                 order = np.argsort(-logprobs, kind="stable")
                 logprob[row] = logprobs[token]
                 rank[row] = 1 + int(np.flatnonzero(order == token)[0])
@@ -213,9 +213,10 @@ class FakeModel(Model):
         return StepOutput(tokens, status, logprob, rank, target_logprob, top_tokens, top_logprobs)
 
 
-def logprobs_of(tag: int, vocab_size: int) -> NDArray[np.float32]:
+def logprobs_of(tag: int, vocab_size: int, vocab_limit: int = NO_VOCAB_LIMIT) -> NDArray[np.float32]:
     """f32[vocab_size]: natural-log probabilities after a prefix, untouched by sampling parameters."""
     logits = logits_of(tag, vocab_size).astype(np.float64)
+    logits[vocab_limit:] = -np.inf
     logprobs: NDArray[np.float64] = logits - np.log(np.exp(logits).sum())
     return logprobs.astype(np.float32)
 

@@ -173,7 +173,8 @@ class Engine:
             events += self._shut_down(f"every row of a step failed: {type(error).__name__}: {error}")
         elif self._config.check_integrity:
             self.check_integrity()
-        self._trace.end_step(self._last_step.num_rows, self._last_step.num_tokens)
+        last = self._last_step
+        self._trace.end_step(last.num_rows, last.num_tokens, last.num_drafts)
         return tuple(events)
 
     def _apply_commands(self, events: list[Event]) -> None:

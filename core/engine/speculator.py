@@ -53,6 +53,7 @@ class Speculator:
         self._decoding: frozenset[RequestId] = frozenset()
         self._asked: Mapping[RequestId, int] = {}  # rows that are to draft, now or as soon as they can
         self._readers: frozenset[RequestId] = frozenset()  # of these, those that are to read all their tokens
+        self._least_confidence = 0.0  # `DraftRow.least_confidence`
         self._draft_seconds = 0.0
         self._forward_started = 0.0
         # since the beginning
@@ -76,11 +77,13 @@ class Speculator:
         if not decoding or self._switched_off is not None:
             return self._asked
         with self._contained(self._drafter):
+            heeds_confidence = bool(self._drafter.heeds_confidence)
             at_hand = [index(self._drafter.num_at_hand(state.id, state.token_ids)) for state in decoding]
             limits = [self._limit(state) for state in decoding]
             with self._contained(self._policy):
-                lengths = self._lengths(decoding, limits, at_hand)
+                lengths = self._lengths(decoding, limits, at_hand, heeds_confidence=heeds_confidence)
                 self._readers = frozenset(self._policy.readers())
+                self._least_confidence = _within_one(self._policy.least_confidence())
                 self._asked = {
                     state.id: min(length, limit)
                     for state, length, limit in zip(decoding, lengths, limits, strict=True)
@@ -99,6 +102,7 @@ class Speculator:
                 state.sampling,
                 state.request.params.cache_salt,
                 reads_all=row.id in self._readers,
+                least_confidence=self._least_confidence,
             )
             for row, state in zip(rows, states, strict=True)
             if row.id in self._asked
@@ -216,7 +220,12 @@ class Speculator:
         return min(self._max_step_drafts, state.request.total_limit - 1 - len(state.token_ids))
 
     def _lengths(
-        self, decoding: Sequence[RequestState], limits: Sequence[int], at_hand: Sequence[int]
+        self,
+        decoding: Sequence[RequestState],
+        limits: Sequence[int],
+        at_hand: Sequence[int],
+        *,
+        heeds_confidence: bool,
     ) -> list[int]:
         """The policy's answer for each row; raises if it is none."""
         demands = [
@@ -230,6 +239,7 @@ class Speculator:
                 num_output=state.num_output_tokens,
                 num_left=state.request.total_limit - len(state.token_ids),
                 num_at_hand=num_at_hand,
+                heeds_confidence=heeds_confidence,
             )
             for state, limit, num_at_hand in zip(decoding, limits, at_hand, strict=True)
         ]
@@ -250,6 +260,13 @@ class Speculator:
             if self._switched_off is None:
                 self._switched_off = f"{type(culprit).__name__}: {type(error).__name__}: {error}"
                 _log.warning("drafting is switched off, answers go on without: %s", self._switched_off)
+
+
+def _within_one(confidence: float) -> float:
+    """The policy's answer; raises if it is no probability."""
+    if not 0.0 <= confidence <= 1.0:
+        raise ValueError(f"a least confidence of {confidence}")
+    return float(confidence)
 
 
 def _checked(

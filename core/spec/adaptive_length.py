@@ -50,6 +50,10 @@ LEAST_ACCEPTED = 24  # drafts of a row, before its drafter reads everything ...
 LEAST_RIGHT = 0.65  # ... and share of its rounds whose first draft was accepted
 LEAST_RETURN = 1.08  # times the tokens of steps without drafts, that drafts have to bring in the same time
 LEAST_SURVIVAL = 0.02  # drafts less likely to be accepted than this are not considered
+SURE_LENGTH = 7  # drafts that a row may get whose drafter says itself when it had better stop
+MOST_SURE = 0.95  # is enough to go on
+OPINION_WEIGHT = 0.05  # of the last round in what is learned of a drafter's opinions
+OPINION_DRIFT = 0.001  # back to trusting them, for each step that tells nothing
 
 
 @dataclass(slots=True)
@@ -69,6 +73,25 @@ class _Row:
     told_to_read: bool = False  # all of its tokens; at most once
     is_reading: bool = False  # the drafter is on its way through them
     proposing: float = 1.0  # share of rounds in which the drafter used the permission
+
+
+@dataclass(slots=True)
+class _Share:
+    """Learned quickly at first, then from about the last twenty rounds; a start counts as one of them."""
+
+    start: float
+    value: float = field(init=False)
+    num_seen: int = 1
+
+    def __post_init__(self) -> None:
+        self.value = self.start
+
+    def learn(self, share: float) -> None:
+        self.num_seen += 1
+        self.value += max(OPINION_WEIGHT, 1.0 / self.num_seen) * (share - self.value)
+
+    def forget(self) -> None:
+        self.value += OPINION_DRIFT * (self.start - self.value)
 
 
 class AdaptiveLength(DraftLengthPolicy):
@@ -97,6 +120,10 @@ class AdaptiveLength(DraftLengthPolicy):
     were accepted, and most rounds began with a right one, if reading takes less than what better drafts are
     hoped to save.
 
+    Where a single row drafts, a drafter with an opinion of its drafts is told how likely they have to be
+    right for another one to pay, and may go on as long as they are: if those after a first one were accepted
+    as often as that, and those at which it stopped were not.
+
     All of this holds for drafts that the drafter has at hand and for those it works out apart: each kind has
     chances, trials and savings of its own.
 
@@ -116,6 +143,11 @@ class AdaptiveLength(DraftLengthPolicy):
         self._since_plain: dict[int, int] = {}  # by group of rows: steps with drafts since one without
         self._readers: frozenset[RequestId] = frozenset()
         self._has_seen_copies = False  # drafts at hand
+        self._least_confidence = 0.0  # for the step under way
+        self._later_right = _Share(
+            1.0
+        )  # of worked-out drafts, after a round's first, those that were accepted
+        self._stopped_right = _Share(0.0)  # of rounds that the drafter ended, those with all drafts accepted
         self._waited = 0  # steps in which no row was fit for a trial of a drafter that reads
 
     # --- decide ------------------------------------------------------------------------------------------
@@ -128,7 +160,7 @@ class AdaptiveLength(DraftLengthPolicy):
                 row.told_to_read = row.is_reading = False
             row.is_reading &= row.num_behind > SMALL_CATCH_UP
         self._has_seen_copies |= any(row.is_at_hand for row in self._rows.values())
-        self._readers = frozenset()
+        self._readers, self._least_confidence = frozenset(), 0.0
         num_rows = len(rows)
         curve = self._forward.curve(num_rows)
         if curve.num_plain >= PLAIN_FIRST and curve.seconds(num_rows) > 0.0:
@@ -139,12 +171,15 @@ class AdaptiveLength(DraftLengthPolicy):
     def _choose(self, rows: Sequence[DraftDemand], num_rows: int) -> dict[RequestId, int]:
         """Lengths above 0: the best ones, and a trial. Appoints a reader."""
         chosen: dict[RequestId, int] = {}
+        num_tokens = num_rows
         # Until it is known what drafts cost, they are tried with one row.
         if self._forward.curve(num_rows).is_known:
             chosen, rate = self._best_of(rows, num_rows)
             if chosen and self._is_plain_due(num_rows, rate):
                 return {}
             self._readers = self._choose_reader([row for row in rows if row.id in chosen], num_rows)
+            num_tokens += sum(chosen.values())
+            self._let_go_on(chosen, rows, num_rows, rate)
         for demand in rows:
             row = self._rows[demand.id]
             if demand.id in self._readers:
@@ -154,7 +189,6 @@ class AdaptiveLength(DraftLengthPolicy):
         is_ripe = any(row.num_output >= TRIAL_AFTER and self._pays_back(row, num_rows) for row in rows)
         self._waited = 0 if is_ripe else self._waited + 1
         idle = [demand for demand in rows if demand.id not in chosen and self._may_be_tried(demand, num_rows)]
-        num_tokens = num_rows + sum(chosen.values())
         for of_kind in filter(None, _by_kind(idle)):
             if trial := self._affordable_trial(of_kind, num_rows, num_tokens):
                 return chosen | trial
@@ -162,6 +196,34 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def readers(self) -> frozenset[RequestId]:
         return self._readers
+
+    def least_confidence(self) -> float:
+        return self._least_confidence
+
+    def _let_go_on(
+        self, chosen: dict[RequestId, int], rows: Sequence[DraftDemand], num_rows: int, rate: float
+    ) -> None:
+        """If one row alone drafts, with a drafter that knows when to stop: say how likely its drafts have to
+        be right for another one to pay at `rate` tokens per second, and lengthen what is `chosen`.
+
+        A pass for several rows takes little more than for the last one that goes on.
+        """
+        working = [demand for demand in rows if demand.id in chosen and demand.num_at_hand == 0]
+        if len(working) != 1 or not working[0].heeds_confidence:
+            return
+        [demand] = working
+        # A token more takes the longer, the more there are: the mean of the second to the fifth draft.
+        forward = self._forward.curve(num_rows)
+        more = (forward.seconds(num_rows + 5) - forward.seconds(num_rows + 1)) / 4
+        needed = rate * (self._draft.pass_seconds(1, 1) + more)
+        if self._stopped_right.value >= needed:
+            return
+        # The next draft has to be right too, which is about as likely as of a first one.
+        self._least_confidence = min(needed / self._survival(demand)[0], MOST_SURE)
+        spare = self._most_drafts(num_rows) - sum(chosen.values())
+        if self._later_right.value >= needed and spare > 0:
+            length = chosen[demand.id]
+            chosen[demand.id] = max(length, min(length + spare, SURE_LENGTH, self._cap(demand)))
 
     def _is_plain_due(self, num_rows: int, rate: float) -> bool:
         """Whether it is time to see again what a step without drafts takes: the less drafts are expected to
@@ -371,6 +433,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self._observe_forward(step)
         self._observe_drafts(step, results)
         self._account(step, results)
+        self._observe_opinion(results)
         for is_at_hand, acceptance in self._acceptance.items():
             acceptance.observe([one for one in results if self._rows[one.id].is_at_hand == is_at_hand])
         for result in results:
@@ -415,6 +478,21 @@ class AdaptiveLength(DraftLengthPolicy):
         else:
             self._catching_up = 0.0
 
+    def _observe_opinion(self, results: Sequence[DraftResult]) -> None:
+        """Whether the drafter was right to go on, and to stop."""
+        rounds = [one for one in results if one.proposed > 0 and not self._rows[one.id].is_at_hand]
+        later = [one for one in rounds if one.proposed > 1]
+        if later:
+            right = sum([max(0, one.accepted - 1) for one in later])
+            self._later_right.learn(right / sum([one.proposed - 1 for one in later]))
+        else:
+            self._later_right.forget()
+        stopped = [one for one in rounds if one.proposed < self._rows[one.id].asked]
+        if stopped and self._least_confidence > 0.0:
+            self._stopped_right.learn(sum([one.accepted == one.proposed for one in stopped]) / len(stopped))
+        else:
+            self._stopped_right.forget()
+
     def _account(self, step: SpeculationStep, results: Sequence[DraftResult]) -> None:
         """Book, in tokens, what each row's drafts have brought and taken beside a step without any."""
         num_rows = len(step.results)
@@ -451,7 +529,8 @@ class AdaptiveLength(DraftLengthPolicy):
             return 0.0
         rows = [self._rows[result.id] for result in asked]
         num_behind = sum([row.num_behind for row in rows if row.num_behind > SMALL_CATCH_UP])
-        drafting = self._draft.round_seconds(len(rows), max([row.asked for row in rows]))
+        passes = max(1, max([result.proposed for result in asked]))
+        drafting = self._draft.round_seconds(len(rows), passes)
         clip = 1.0 if any(row.is_reading for row in self._rows.values()) else CLIP
         return min(step.draft_seconds, clip * (self._draft.catch_up_seconds() * num_behind + drafting))
 

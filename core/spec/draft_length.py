@@ -29,6 +29,7 @@ class DraftDemand:
     num_output: int = 0  # output tokens so far
     num_left: int = 0  # most output tokens that may follow
     num_at_hand: int = 0  # drafts that take no time; 0: they have to be worked out
+    heeds_confidence: bool = False  # the drafter stops by itself: `DraftLengthPolicy.least_confidence`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class DraftLengthPolicy(ABC):
         """Rows whose drafters should now begin anew and read what they have left out. Asked after `lengths`,
         which has given these rows a length above 0."""
         return frozenset()
+
+    def least_confidence(self) -> float:
+        """How likely the drafts of a row have to be all right, in the drafter's opinion, for it to go on to
+        another one; within [0, 1], and with 0 it goes on in any case. Asked after `lengths`, for all rows."""
+        return 0.0
 
     @abstractmethod
     def observe(self, step: SpeculationStep) -> None:

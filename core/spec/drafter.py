@@ -24,6 +24,8 @@ class DraftRow:
     sampling: RowSampling  # how the target will draw the tokens that follow
     cache_salt: str  # requests share cached prefixes only with equal salts
     reads_all: bool = False  # it had better begin anew and read all of the tokens: `Drafter.num_unread`
+    least_confidence: float = 0.0
+    """Once it thinks that its drafts are all right with a smaller chance, it had better stop."""
 
 
 class Drafter(ABC):
@@ -33,6 +35,8 @@ class Drafter(ABC):
     """
 
     name: str
+    heeds_confidence = False
+    """Whether it has an opinion of its drafts, and stops where `DraftRow.least_confidence` asks it to."""
 
     def num_at_hand(self, id: RequestId, token_ids: Sequence[TokenId]) -> int:
         """Drafts it has at hand for this sequence: they take next to no time, and it could give no more now.

@@ -29,6 +29,7 @@ class LookupFirst(Drafter):
     def __init__(self, other: Drafter) -> None:
         self._lookup = NgramDrafter(min_ngram=LEAST_MATCH)
         self.name = f"{self._lookup.name}+{other.name}"
+        self.heeds_confidence = other.heeds_confidence
         self._other = other
         self._at_hand: dict[RequestId, tuple[int, tuple[TokenId, ...]]] = {}  # tokens of the row, its drafts
 

@@ -70,6 +70,14 @@ class ModelDrafterConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    """One token that the draft model has drawn."""
+
+    id: TokenId
+    probability: float  # that the draft model gives it; 1 where nobody asked
+
+
 class ModelDrafter(Drafter):
     """Drafts all rows together, one forward pass per draft position.
 
@@ -80,11 +88,15 @@ class ModelDrafter(Drafter):
     parts of at most `catch_up_tokens`, or one or two tokens after a verification. A full pool or a token
     that the draft model does not know mean no drafts for that row; nobody is ever preempted for drafts.
 
+    Its opinion of its drafts is the probability that it gives them itself, at temperature 1 and without
+    penalties or bias.
+
     Args:
         model: loaded with `config.geometry(...)`; closed with the drafter.
     """
 
     name = "model"
+    heeds_confidence = True
 
     def __init__(self, model: Model, config: ModelDrafterConfig) -> None:
         self._model = model
@@ -99,7 +111,8 @@ class ModelDrafter(Drafter):
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._vocab_limits = VocabLimits(config.vocab_size, config.head_share)
-        self._sampling: dict[RequestId, SamplingRow] = {}
+        # Without and with the probability of what is drawn.
+        self._sampling: dict[RequestId, tuple[SamplingRow, SamplingRow]] = {}
         self._num_checked: dict[RequestId, int] = {}  # tokens known to be in the draft model's vocabulary
         self._foreign: set[RequestId] = set()  # rows with a token outside of it
 
@@ -147,19 +160,21 @@ class ModelDrafter(Drafter):
     def _draft(self, jobs: Sequence[DraftJob], grant: KvGrant) -> dict[RequestId, tuple[TokenId, ...]]:
         """Run the jobs; returns the drafts of those that have any."""
         drafts: dict[RequestId, tuple[TokenId, ...]] = {job.row.id: () for job in jobs}
+        confidence = dict.fromkeys(drafts, 1.0)  # that all of a row's drafts are right
         written = dict(drafts)
         drawing = [job for job in jobs if job.num_drafts]
         vocab_limit = self._vocab_limits.of((job.row.id, job.row.token_ids) for job in drawing)
         drawn = self._first_pass(jobs, grant, vocab_limit)
         while drawing:
-            for job, token in zip(drawing, drawn, strict=True):
-                if token is not None:
-                    drafts[job.row.id] += (token,)
-            drawing = [
-                job
-                for job, token in zip(drawing, drawn, strict=True)
-                if token is not None and self._goes_on(job, drafts[job.row.id])
-            ]
+            going_on = []
+            for job, draft in zip(drawing, drawn, strict=True):
+                if draft is None:
+                    continue
+                drafts[job.row.id] += (draft.id,)
+                confidence[job.row.id] *= draft.probability
+                if self._goes_on(job, drafts[job.row.id], confidence[job.row.id]):
+                    going_on.append(job)
+            drawing = going_on
             if drawing:
                 drawn = self._next_pass(drawing, drafts, grant, vocab_limit)
                 written |= {job.row.id: drafts[job.row.id] for job in drawing}
@@ -167,10 +182,14 @@ class ModelDrafter(Drafter):
             self._cache.written(job, written[job.row.id])
         return drafts
 
-    def _goes_on(self, job: DraftJob, drafts: tuple[TokenId, ...]) -> bool:
-        return len(drafts) < job.num_drafts and drafts[-1] not in self._config.end_token_ids
+    def _goes_on(self, job: DraftJob, drafts: tuple[TokenId, ...], confidence: float) -> bool:
+        if len(drafts) >= job.num_drafts or drafts[-1] in self._config.end_token_ids:
+            return False
+        return confidence >= job.row.least_confidence
 
-    def _first_pass(self, jobs: Sequence[DraftJob], grant: KvGrant, vocab_limit: int) -> list[TokenId | None]:
+    def _first_pass(
+        self, jobs: Sequence[DraftJob], grant: KvGrant, vocab_limit: int
+    ) -> list[DrawnToken | None]:
         return self._step([self._batch_row(job, (), job.start, job.end, grant) for job in jobs], vocab_limit)
 
     def _next_pass(
@@ -179,7 +198,7 @@ class ModelDrafter(Drafter):
         drafts: dict[RequestId, tuple[TokenId, ...]],
         grant: KvGrant,
         vocab_limit: int,
-    ) -> list[TokenId | None]:
+    ) -> list[DrawnToken | None]:
         rows = []
         for job in jobs:
             so_far = drafts[job.row.id]
@@ -191,17 +210,22 @@ class ModelDrafter(Drafter):
         self, job: DraftJob, drafts: tuple[TokenId, ...], start: int, end: int, grant: KvGrant
     ) -> BatchRow:
         table: tuple[BlockId, ...] = grant.tables[job.row.id]
-        sampling = self._row_sampling(job.row) if job.num_drafts else None
+        # Of the last draft nobody asks how likely it is.
+        wants_probability = job.row.least_confidence > 0.0 and len(drafts) + 1 < job.num_drafts
+        sampling = self._row_sampling(job.row, wants_probability) if job.num_drafts else None
         num_logit_rows = 1 if job.num_drafts else 0
         return BatchRow(
             job.row.id, table, job.tokens, drafts, start, end, sampling, num_logit_rows, job.first
         )
 
-    def _step(self, rows: Sequence[BatchRow], vocab_limit: int) -> list[TokenId | None]:
-        """One token for each row with a logit row; None where its logits are unusable."""
+    def _step(self, rows: Sequence[BatchRow], vocab_limit: int) -> list[DrawnToken | None]:
+        """A draft for each row with a logit row; None where its logits are unusable."""
         output = self._model.step(self._batcher.pack(rows, vocab_limit))
-        drawn = zip(output.tokens.tolist(), output.status.tolist(), strict=True)
-        return [token if status == RowStatus.OK else None for token, status in drawn]
+        columns = output.tokens.tolist(), output.logprob.tolist(), output.status.tolist()
+        return [
+            DrawnToken(token, math.exp(logprob)) if status == RowStatus.OK else None
+            for token, logprob, status in zip(*columns, strict=True)
+        ]
 
     # --- what the draft model can't take as the target does ----------------------------------------------
 
@@ -217,11 +241,13 @@ class ModelDrafter(Drafter):
         self._num_checked[row.id] = len(row.token_ids)
         return True
 
-    def _row_sampling(self, row: DraftRow) -> RowSampling:
+    def _row_sampling(self, row: DraftRow, wants_probability: bool) -> RowSampling:
         known = self._sampling.get(row.id)
         if known is None:
-            known = self._sampling[row.id] = self._own_sampling(row.sampling.row)
-        return replace(row.sampling, row=known)
+            own = self._own_sampling(row.sampling.row)
+            known = self._sampling[row.id] = own, replace(own, num_logprobs=0)
+        plain, with_probability = known
+        return replace(row.sampling, row=with_probability if wants_probability else plain)
 
     def _own_sampling(self, target: SamplingRow) -> SamplingRow:
         """The target's parameters without what only it can use: ids that the draft model lacks, logprobs."""

@@ -47,9 +47,9 @@ class _Samples:
 
     @property
     def hoped(self) -> float:
-        """`low`, less while there are few values: a first pass is slow by itself, with memory never touched
-        before, and whoever believes it never makes a second one."""
-        return self.low * min(1.0, len(self._values) / TRUSTED)
+        """`cautious`, less while there are few values: a first pass is slow by itself, with memory never
+        touched before, and whoever believes it never makes a second one."""
+        return self.cautious * min(1.0, len(self._values) / TRUSTED)
 
 
 class ForwardCurve:
@@ -57,9 +57,14 @@ class ForwardCurve:
 
     Machines are faster and slower by turns. So a length that was seen in a slow minute, and not used since,
     has to be forgotten, or it would never be tried again.
+
+    Args:
+        is_hopeful: of few steps with drafts the quickest counts, as of those without. With a single row one
+            slow beginning would end what may gain most; with many rows lucky ones cost more than they bring.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_hopeful: bool = False) -> None:
+        self._is_hopeful = is_hopeful
         self._num_steps = 0
         self._plain: dict[int, _Samples] = {}  # steps without drafts, by tokens
         self._drafted: dict[int, _Samples] = {}  # and those with some
@@ -86,12 +91,15 @@ class ForwardCurve:
         for length in [length for length, samples in self._drafted.items() if self._is_forgotten(samples)]:
             del self._drafted[length], self._num_drafts[length]
         self._tokens = sorted(self._plain.keys() | self._drafted.keys())
-        # Drafts must not look good because steps without any were disturbed.
-        lows = [
-            self._plain[tokens].cautious if tokens in self._plain else self._drafted[tokens].low
-            for tokens in reversed(self._tokens)
-        ]
+        lows = [self._low(tokens) for tokens in reversed(self._tokens)]
         self._seconds = list(accumulate(lows, min))[::-1]
+
+    def _low(self, tokens: int) -> float:
+        plain = self._plain.get(tokens)
+        if plain is not None:
+            return plain.cautious  # drafts must not look good because these were disturbed
+        drafted = self._drafted[tokens]
+        return drafted.cautious if self._is_hopeful else drafted.low
 
     def _is_forgotten(self, samples: _Samples) -> bool:
         return samples.step <= self._num_steps - FORGET_AFTER
@@ -159,7 +167,10 @@ class ForwardCosts:
         self._curves: dict[int, ForwardCurve] = {}
 
     def add(self, rows: int, tokens: int, seconds: float) -> None:
-        curve = self._curves.setdefault(row_group(rows), ForwardCurve())
+        group = row_group(rows)
+        curve = self._curves.get(group)
+        if curve is None:
+            curve = self._curves[group] = ForwardCurve(is_hopeful=rows == 1)
         curve.add(tokens, seconds, num_drafts=tokens - rows)
 
     def curve(self, rows: int) -> ForwardCurve:
@@ -217,11 +228,15 @@ class DraftCosts:
     def pass_seconds(self, rows: int, place: int) -> float:
         """Of pass number `place`, from 0, of a round over `rows` rows: as measured for the number of rows
         nearest to it; 0 if nothing is known."""
-        group = row_group(rows)
-        if place > 0 and self._later and (group in self._later or group not in self._first):
-            return _nearest(self._later, rows).hoped
-        share = LATER_SHARE if place > 0 else 1.0
-        return share * _nearest(self._first, rows).hoped if self._first else 0.0
+        if not self._first:
+            return 0.0
+        first, group = _nearest(self._first, rows), row_group(rows)
+        if place == 0:
+            return first.hoped
+        if self._later and (group in self._later or group not in self._first):
+            # Later ones that seem to take longer than the first were disturbed.
+            return min(first.cautious, _nearest(self._later, rows).hoped)
+        return LATER_SHARE * first.hoped
 
     def round_seconds(self, rows: int, passes: int) -> float:
         """Of a round of so many passes over `rows` rows."""

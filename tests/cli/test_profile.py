@@ -119,6 +119,21 @@ def test_the_profile_of_a_cpu_run_has_its_instructions_and_their_rates(
     assert re.search(r"\n  blk\.\*\.attn_q\.weight ", decode)
 
 
+def test_steps_with_drafts_are_told_apart_from_those_with_prompt_tokens(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(model, drafter="ngram", draft_policy="fixed", draft_length=2, trace=file) as llm:
+        llm.generate("the other engine and the other engine and the other", params)
+        drafted = llm.engine.totals.speculation
+    assert drafted is not None
+    status, output = invoke("profile", str(file))
+    assert status == 0
+    assert "with prompt tokens: 1 steps" in output
+    num_with_drafts = drafted.num_passes - drafted.proposed_lengths.get(0, 0)
+    assert f"decode with drafts: {num_with_drafts} steps of" in output
+    assert num_with_drafts > 0
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}'])
 def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "other.json"

@@ -184,8 +184,10 @@ def test_logits_from_the_vocab_limit_on_are_minus_infinity_and_the_others_keep_t
     tokens, table = _tokens(6, 31), list(range(8))
     seen = {token: (1, token % 3) for token in (0, 5, 36, 37, 70)}
     settings = [
-        SampledRow(temperature=0.0, counts=seen, repetition_penalty=1.5, bias={0: 1.0, 70: 50.0}),
-        SampledRow(temperature=2.0, seed=3, position=9, top_p=0.9, bias={15: 2.0, 37: 50.0}),
+        SampledRow(
+            temperature=0.0, counts=seen, repetition_penalty=1.5, bias={0: 1.0, 70: 50.0}, num_logprobs=0
+        ),
+        SampledRow(temperature=2.0, seed=3, position=9, top_p=0.9, bias={15: 2.0, 37: 50.0}, num_logprobs=0),
         SampledRow(temperature=0.7, seed=4, position=2, top_k=40, counts=seen, frequency_penalty=0.5),
     ]
     with closing(backend.load(spec, weights, geometry(block_size=BLOCK_SIZE))) as model:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from mvllm.backends.fake.model import FakeModel, Faults, InjectedFault
+from mvllm.backends.fake.model import FakeModel, Faults, InjectedFault, logprobs_of
 from mvllm.backends.fake.tags import ROOT_TAG, FakeSampling, choose, extend_tag, tag_of
 from mvllm.core.batch.row_sampling import RowSampling
 from mvllm.core.batch.sampling_row import SamplingRow
@@ -107,6 +107,14 @@ class Row:
         )
         return choose(tag_of(tokens[self.first :]), DRAFT_VOCAB, sampling, self.vocab_limit)
 
+    def confidence(self, drafts: Sequence[int]) -> float:
+        """How likely the draft model gives all of `drafts`."""
+        result = 1.0
+        for index, token in enumerate(drafts):
+            tag = tag_of([*self.tokens[self.first :], *drafts[:index]])
+            result *= math.exp(logprobs_of(tag, DRAFT_VOCAB, self.vocab_limit)[token])
+        return result
+
 
 tokens = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 1, 1, 2, END, 5])
 # Zeros first, so that prefixes are often shared and often part at a block's border.
@@ -145,6 +153,7 @@ class Asked:
     limit: int
     num_behind: int
     reads_all: bool
+    least_confidence: float
     seen: list[int] = field(default_factory=list)
 
 
@@ -276,13 +285,24 @@ class ModelDrafterMachine(RuleBasedStateMachine):
             reads_all = num_unread > 0 and data.draw(st.integers(0, 3)) == 0
             num_behind = self.drafter.num_behind(row.id, len(row.tokens))
             max_drafts = min(limit, data.draw(st.integers(0, 5)))
-            asked.append(Asked(row, max_drafts, limit, num_behind, reads_all))
+            least_confidence = 0.0
+            if max_drafts > 1:
+                least_confidence = data.draw(st.sampled_from([0.0, 0.0, 0.0, 0.02, 0.1, 0.3]))
+            asked.append(Asked(row, max_drafts, limit, num_behind, reads_all, least_confidence))
         return asked
 
     @staticmethod
     def _draft_row(one: Asked) -> DraftRow:
         tokens, sampling = tuple(one.row.tokens), one.row.sampling()
-        return DraftRow(one.row.id, tokens, one.max_drafts, sampling, one.row.salt, reads_all=one.reads_all)
+        return DraftRow(
+            one.row.id,
+            tokens,
+            one.max_drafts,
+            sampling,
+            one.row.salt,
+            reads_all=one.reads_all,
+            least_confidence=one.least_confidence,
+        )
 
     def _check_sizes(self, batches: Sequence[ForwardBatch]) -> None:
         geometry = self.config.geometry("f32")
@@ -332,11 +352,15 @@ class ModelDrafterMachine(RuleBasedStateMachine):
                 f"V4: draft {index} of {drafts} after {row.tokens}"
             )
             assert END not in drafts[:index], "drafts after the end"
+            is_sure = index == 0 or row.confidence(drafts[:index]) >= one.least_confidence
+            assert is_sure, "goes on where it should have stopped"
         # Rows that read all may have to share the budget.
         is_ready = not row.reads_all or one.num_behind <= self.config.catch_up_tokens // MAX_ROWS
         can_draft = is_ready and max(row.tokens) < DRAFT_VOCAB and not self._waits(row)
         if self.roomy and can_draft and END not in drafts:
-            assert len(drafts) == one.max_drafts or row.next_draft(drafts) is None, "a draft is missing"
+            is_sure = row.confidence(drafts) >= one.least_confidence
+            is_all = len(drafts) == one.max_drafts or row.next_draft(drafts) is None
+            assert is_all or not is_sure, "a draft is missing"
         row.drafts = drafts
 
     def _waits(self, row: Row) -> bool:

@@ -165,7 +165,7 @@ class RandomLengths(DraftLengthPolicy):
     """Any legal length, the longest most often; keeps a record of every promise that the engine makes."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
+        self._random, self._random_confidence = random.Random(seed), random.Random(seed)
         self.known: set[RequestId] = set()
         self._reading: frozenset[RequestId] = frozenset()
         self.steps: list[SpeculationStep] = []
@@ -179,6 +179,9 @@ class RandomLengths(DraftLengthPolicy):
 
     def readers(self) -> frozenset[RequestId]:
         return self._reading
+
+    def least_confidence(self) -> float:
+        return self._random_confidence.choice([0.0, 0.0, 0.0, 0.0, 0.02, 0.1, 0.5, 1.0])
 
     def observe(self, step: SpeculationStep) -> None:
         self.known |= {result.id for result in step.results}

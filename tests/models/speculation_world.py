@@ -27,12 +27,24 @@ class Text:
     at_hand: Sequence[int] = ()
     """Drafts that have been looked up when it starts at a position, for the first positions."""
     lookup_is_right: bool = True
+    confidence: Sequence[float] = ()
+    """The drafter's opinion of its draft at each position; ends for positions where it has none."""
 
     def __len__(self) -> int:
         return len(self.difficulty)
 
     def num_at_hand(self, start: int) -> int:
         return self.at_hand[start] if start < len(self.at_hand) else 0
+
+    def going_on(self, start: int, most: int, least_confidence: float) -> int:
+        """Drafts, of `most`, after which a drafter stops that is told how sure it has to be."""
+        confidence = 1.0
+        for count in range(1, most):
+            place = start + count - 1
+            confidence *= self.confidence[place] if place < len(self.confidence) else 1.0
+            if confidence < least_confidence:
+                return count
+        return most
 
     def accepted(self, start: int, proposed: int, read: int) -> int:
         """Leading drafts that are right, of `proposed` at `start`."""
@@ -133,6 +145,7 @@ def simulate(
                 num_output=done[i],
                 num_left=len(texts[i]) - done[i],
                 num_at_hand=texts[i].num_at_hand(done[i]),
+                heeds_confidence=bool(texts[i].confidence),
             )
             for i in running
         ]
@@ -152,7 +165,8 @@ def simulate(
             if length > 0:
                 draft_seconds += costs.catch_up * drafters[i].catch_up(prompt + done[i])
             is_ready = drafters[i].end == prompt + done[i] and texts[i].proposes[done[i]]
-            proposed.append(length if is_ready else 0)
+            stops = texts[i].going_on(done[i], length, policy.least_confidence())
+            proposed.append(stops if is_ready else 0)
         accepted = []
         worked_out = []
         for i, count in zip(running, proposed, strict=True):
@@ -212,6 +226,16 @@ def read_text(length: int, agreement: Callable[[int], float], seed: int, *, runs
         again = runs > 0.0 and bool(difficulty) and rng.random() < runs
         difficulty.append(difficulty[-1] if again else rng.random())
     return Text(difficulty, [True] * length, agreement)
+
+
+def opinionated_text(
+    length: int, chances: Sequence[float], seed: int, *, opinion: float | None = None
+) -> Text:
+    """Each draft is right with one of `chances`, and the drafter thinks that of it, or always `opinion`."""
+    rng = random.Random(seed)
+    drawn = [rng.choice(chances) for _ in range(length)]
+    confidence = drawn if opinion is None else [opinion] * length
+    return replace(told_text([rng.random() < chance for chance in drawn]), confidence=confidence)
 
 
 def copied_text(length: int, share: float, run: int, seed: int, *, false_matches: float = 0.1) -> Text:

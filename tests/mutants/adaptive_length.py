@@ -14,6 +14,7 @@ _survival = acceptance.AcceptanceModel.survival
 _curve = step_costs.ForwardCurve.seconds
 _may_be_tried = adaptive_length.AdaptiveLength._may_be_tried
 _observe_forward = adaptive_length.AdaptiveLength._observe_forward
+_observe_opinion = adaptive_length.AdaptiveLength._observe_opinion
 
 
 def _learns_no_acceptance(self: acceptance.AcceptanceModel, results: Iterable[DraftResult]) -> None:
@@ -106,6 +107,30 @@ def _what_was_never_read_costs_nothing(
     return self._draft.catch_up_seconds() * demand.num_behind
 
 
+def _nobody_goes_on(
+    self: adaptive_length.AdaptiveLength,
+    chosen: dict[RequestId, int],
+    rows: Sequence[DraftDemand],
+    num_rows: int,
+    rate: float,
+) -> None:
+    pass
+
+
+def _going_on_is_always_believed(
+    self: adaptive_length.AdaptiveLength, results: Sequence[DraftResult]
+) -> None:
+    _observe_opinion(self, results)
+    self._later_right.value = 1.0
+
+
+def _stopping_is_always_believed(
+    self: adaptive_length.AdaptiveLength, results: Sequence[DraftResult]
+) -> None:
+    _observe_opinion(self, results)
+    self._stopped_right.value = 0.0
+
+
 def _what_is_at_hand_counts_as_a_pass(
     self: adaptive_length.AdaptiveLength, step: SpeculationStep, results: Sequence[DraftResult]
 ) -> None:
@@ -132,6 +157,21 @@ MUTANTS: dict[str, Mutant] = {
         "seconds",
         _tokens_seem_to_cost_four_times_as_much,
         "free drafts, always right",
+    ),
+    "a drafter's opinion is not asked for": Mutant(
+        adaptive_length.AdaptiveLength, "_let_go_on", _nobody_goes_on, "knows when to stop"
+    ),
+    "a drafter is always believed to be right": Mutant(
+        adaptive_length.AdaptiveLength,
+        "_observe_opinion",
+        _going_on_is_always_believed,
+        "sure of what is wrong",
+    ),
+    "a drafter is always believed to be wrong": Mutant(
+        adaptive_length.AdaptiveLength,
+        "_observe_opinion",
+        _stopping_is_always_believed,
+        "unsure of what is right",
     ),
     "drafting costs nothing": Mutant(
         step_costs.DraftCosts, "pass_seconds", _drafting_costs_nothing, "drafter as dear as the target"

@@ -11,7 +11,7 @@ from mvllm.core.batch.sampling_row import SamplingRow, TokenBias
 from mvllm.core.spec import draft_cache
 from mvllm.core.spec.draft_cache import DraftCache, DraftJob
 from mvllm.core.spec.drafter import DraftRow
-from mvllm.core.spec.model_drafter import ModelDrafter, ModelDrafterConfig
+from mvllm.core.spec.model_drafter import DrawnToken, ModelDrafter, ModelDrafterConfig
 from mvllm.core.step import NO_VOCAB_LIMIT, KvCommit, KvGrant, PrefixProbe
 from mvllm.core.tensor import Model
 from mvllm.core.types import RequestId, TokenId
@@ -318,8 +318,8 @@ class UnseededDrafter(ModelDrafter):
 class UnpenalizedDrafter(ModelDrafter):
     """Ignores the target's penalties."""
 
-    def _row_sampling(self, row: DraftRow) -> RowSampling:
-        return replace(super()._row_sampling(row), counts=None)
+    def _row_sampling(self, row: DraftRow, wants_probability: bool) -> RowSampling:
+        return replace(super()._row_sampling(row, wants_probability), counts=None)
 
 
 class UnlimitedDrafter(ModelDrafter):
@@ -331,7 +331,7 @@ class UnlimitedDrafter(ModelDrafter):
         drafts: dict[RequestId, tuple[TokenId, ...]],
         grant: KvGrant,
         vocab_limit: int,
-    ) -> list[TokenId | None]:
+    ) -> list[DrawnToken | None]:
         return super()._next_pass(jobs, drafts, grant, NO_VOCAB_LIMIT)
 
 
@@ -346,7 +346,7 @@ class UnmaskedDrafter(ModelDrafter):
 class EndlessDrafter(ModelDrafter):
     """Drafts after the end of the text."""
 
-    def _goes_on(self, job: DraftJob, drafts: tuple[TokenId, ...]) -> bool:
+    def _goes_on(self, job: DraftJob, drafts: tuple[TokenId, ...], confidence: float) -> bool:
         return len(drafts) < job.num_drafts
 
 
@@ -369,8 +369,22 @@ class StubbornDrafter(ModelDrafter):
 class ShortDrafter(ModelDrafter):
     """Gives fewer drafts than it could."""
 
-    def _goes_on(self, job: DraftJob, drafts: tuple[TokenId, ...]) -> bool:
-        return super()._goes_on(job, drafts) and len(drafts) < 2
+    def _goes_on(self, job: DraftJob, drafts: tuple[TokenId, ...], confidence: float) -> bool:
+        return super()._goes_on(job, drafts, confidence) and len(drafts) < 2
+
+
+class BoldDrafter(ModelDrafter):
+    """Goes on however unsure it is."""
+
+    def _goes_on(self, job: DraftJob, drafts: tuple[TokenId, ...], confidence: float) -> bool:
+        return super()._goes_on(job, drafts, 1.0)
+
+
+class TimidDrafter(ModelDrafter):
+    """Stops though it is sure enough."""
+
+    def _goes_on(self, job: DraftJob, drafts: tuple[TokenId, ...], confidence: float) -> bool:
+        return super()._goes_on(job, drafts, confidence / 2)
 
 
 # --- how a row leaves ----------------------------------------------------------------------------------
@@ -435,4 +449,6 @@ MUTANTS: dict[str, type[ModelDrafter]] = {
     "failed step leaves rows": FragileDrafter,
     "more drafts than wanted": StubbornDrafter,
     "fewer drafts than possible": ShortDrafter,
+    "goes on however unsure": BoldDrafter,
+    "stops though sure": TimidDrafter,
 }

@@ -103,6 +103,7 @@ class WatchedModelDrafter(Drafter):
     """A model drafter on a fake model of its own, with what a `ScriptedDrafter` tells of itself."""
 
     name = "watched model"
+    heeds_confidence = True
 
     def __init__(self, memory: DraftMemory, config: ResolvedConfig, vocab_size: int) -> None:
         self.memory = memory

@@ -92,6 +92,7 @@ def model_drafter(arrangement: Arrangement, *, itself: bool) -> ModelDrafter:
         catch_up_tokens=2 * target.max_num_seqs + 3,
         first_tokens=arrangement.first_tokens,
         enable_prefix_caching=target.enable_prefix_caching,
+        head_share=0.5,
     )
     loaded = CpuBackend(threads=arrangement.threads).load(spec, weights, config.geometry(target.kv_dtype))
     return ModelDrafter(loaded, config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,7 @@ from mvllm.core.spec.adaptive_length import (
     FIRST_TRIAL,
     LARGEST_GROWTH,
     MAX_TRIAL,
+    MOST_SURE,
     PLAIN_FIRST,
     TRIAL_AFTER,
     TRIAL_SHARE,
@@ -44,6 +45,7 @@ from tests.models.speculation_world import (
     copied_text,
     even_text,
     joined,
+    opinionated_text,
     read_text,
     simulate,
     told_text,
@@ -160,6 +162,14 @@ WORLDS = {
     "reads first, a coin's toss": World(MEASURED, lambda seed: streaks(0.5, seed), prompt=850),
     "reads first, begins badly": World(MEASURED, bad_beginning, prompt=850),
     "two drafts pay, one does not": World(NARROW, lambda seed: streaks(0.87, seed)),
+    # Without the drafter's opinion the best constant length gives less.
+    "knows when to stop": World(
+        MODEL, lambda seed: opinionated_text(LENGTH, (0.99, 0.99, 0.99, 0.2), seed), near=1.05
+    ),
+    "sure of what is wrong": World(MODEL, lambda seed: opinionated_text(LENGTH, (0.6,), seed, opinion=0.99)),
+    "unsure of what is right": World(
+        MODEL, lambda seed: opinionated_text(LENGTH, (0.9,), seed, opinion=0.35)
+    ),
     "reads first, eight rows": World(BATCHED, lambda seed: streaks(0.87, seed, 128), rows=8, prompt=850),
 }
 
@@ -578,6 +588,38 @@ def test_a_row_whose_drafts_have_brought_something_is_given_up_later() -> None:
     good, bad = streaks(0.95, 1, 200), even_text(200, 0.0, 1)
     new, proven = drafting_steps(bad), drafting_steps(joined(good, bad)) - drafting_steps(good)
     assert 5 <= new < 15 <= proven < 40
+
+
+def test_only_a_step_with_drafts_that_pay_has_a_least_confidence() -> None:
+    text = opinionated_text(LENGTH, (0.99, 0.5), 3)
+
+    found: dict[int, set[float]] = {}
+
+    class Watched(AdaptiveLength):
+        def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
+            lengths = super().lengths(rows)
+            found.setdefault(min(lengths[0], FIRST_TRIAL + 1), set()).add(self.least_confidence())
+            return lengths
+
+    simulate(Watched(), [text], MODEL)
+    assert found[0] == {0.0}, "in steps without drafts"
+    assert 0.0 in found[FIRST_TRIAL], "in the first trials"
+    assert all(0.0 < confidence <= MOST_SURE for confidence in found[FIRST_TRIAL + 1])
+
+
+def test_a_drafter_of_several_rows_is_not_told_how_sure_it_has_to_be() -> None:
+    several: list[float] = []
+
+    class Watched(AdaptiveLength):
+        def lengths(self, rows: Sequence[DraftDemand]) -> list[int]:
+            lengths = super().lengths(rows)
+            if sum(length > 0 for length in lengths) > 1:
+                several.append(self.least_confidence())
+            return lengths
+
+    simulate(Watched(), [opinionated_text(LENGTH, (0.99, 0.5), seed) for seed in range(2)], MODEL)
+    assert len(several) > LENGTH // 4
+    assert set(several) == {0.0}
 
 
 def test_what_is_at_hand_is_drafted_where_working_drafts_out_does_not_pay() -> None:

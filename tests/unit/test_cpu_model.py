@@ -191,11 +191,13 @@ def test_logits_beyond_the_limit_are_not_computed() -> None:
         assert 0 < changed.max() < 32  # whole row blocks
 
 
-def test_rows_of_a_batch_with_a_limit_may_not_ask_for_logprobs(model: CpuModel) -> None:
+@pytest.mark.parametrize("asking", [{"num_logprobs": ints(1)}, {"target": ints(3)}])
+def test_rows_of_a_batch_with_a_limit_may_not_ask_for_logprobs_of_other_tokens(
+    model: CpuModel, asking: dict[str, Any]
+) -> None:
     batch = batch_of(0, 3)
-    asking = replace(batch.sampling, num_logprobs=ints(2))
     with pytest.raises(InvariantViolation, match="vocab_limit"):
-        model.step(replace(batch, sampling=asking, vocab_limit=17))
+        model.step(replace(batch, sampling=replace(batch.sampling, **asking), vocab_limit=17))
 
 
 def test_outputs_that_nobody_asked_for_are_shared_and_others_are_not(model: CpuModel) -> None:

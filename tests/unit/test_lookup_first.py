@@ -12,6 +12,7 @@ from mvllm.core.errors import InvariantViolation
 from mvllm.core.request import Request, SamplingParams
 from mvllm.core.spec.drafter import Drafter, DraftRow
 from mvllm.core.spec.lookup_first import LEAST_MATCH, LookupFirst
+from mvllm.core.spec.ngram_drafter import NgramDrafter
 from mvllm.core.types import RequestId, TokenId
 
 A, B = RequestId("a"), RequestId("b")
@@ -23,6 +24,7 @@ class Other(Drafter):
     """Drafts 99s, and keeps what it is asked for."""
 
     name = "other"
+    heeds_confidence = True
 
     def __init__(self) -> None:
         self.asked: list[dict[RequestId, int]] = []
@@ -89,6 +91,11 @@ def test_what_was_looked_up_for_an_earlier_step_is_not_drafted() -> None:
     tokens = [*COPIED, 1]
     assert drafter.limit(A, len(tokens)) == 3
     assert drafter.propose([row(A, tokens, 2)]) == [(99, 99)]
+
+
+def test_it_heeds_what_the_other_heeds() -> None:
+    assert LookupFirst(Other()).heeds_confidence
+    assert not LookupFirst(NgramDrafter()).heeds_confidence
 
 
 def test_what_the_other_has_to_read_is_told() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from dataclasses import replace
 
 import pytest
 
+from mvllm.backends.fake.model import logprobs_of
+from mvllm.backends.fake.tags import tag_of
 from mvllm.core.batch.row_sampling import RowSampling
 from mvllm.core.batch.sampling_row import SamplingRow
 from mvllm.core.errors import ConfigError, InvariantViolation
@@ -51,6 +56,23 @@ def test_one_pass_for_each_draft_and_none_for_the_last() -> None:
     [drafts] = drafter.propose([row(A, [1, 2, 3])])
     assert len(drafts) == 3
     assert passes(model) == [[3], [1], [1]]
+
+
+def test_it_stops_as_soon_as_its_drafts_are_less_likely_than_they_have_to_be() -> None:
+    tokens = [1, 2, 3]
+    [drafts] = make()[0].propose([row(A, tokens, 4)])
+    chances = [
+        math.exp(logprobs_of(tag_of([*tokens, *drafts[:index]]), VOCAB)[token])
+        for index, token in enumerate(drafts)
+    ]
+    for place, joint in enumerate(itertools.accumulate(chances[:-1], operator.mul)):
+        for least, expected in ((joint, place + 2), (joint * 1.001, place + 1)):
+            drafter, model = make()
+            asking = replace(row(A, tokens, 4), least_confidence=least)
+            [found] = drafter.propose([asking])
+            assert found == drafts[:expected]
+            wanted = [batch.sampling.num_logprobs.tolist() for batch in model.batches]
+            assert wanted == [[0], [0], [0], [-1]][: len(found)], "of the fourth nobody asks how likely it is"
 
 
 def test_after_a_round_in_which_all_was_right_two_tokens_are_caught_up_with() -> None:

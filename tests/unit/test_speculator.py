@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,7 @@ class FakeDrafter(Drafter):
         self.seconds = seconds
         self.asked: list[tuple[RequestId, int]] = []
         self.reading: list[RequestId] = []
+        self.confidence: list[float] = []
         self.at_hand: Any = 0
         self.questions: list[str] = []
         self.released: list[RequestId] = []
@@ -66,6 +68,7 @@ class FakeDrafter(Drafter):
     def propose(self, rows: Sequence[DraftRow]) -> Any:
         self.asked = [(row.id, row.max_drafts) for row in rows]
         self.reading = [row.id for row in rows if row.reads_all]
+        self.confidence = [row.least_confidence for row in rows]
         self.clock.now += self.seconds
         if isinstance(self.proposals, Exception):
             raise self.proposals
@@ -84,6 +87,7 @@ class FakePolicy(DraftLengthPolicy):
     def __init__(self, answer: Callable[[Sequence[DraftDemand]], Any]) -> None:
         self.answer = answer
         self.reading: Any = frozenset()
+        self.confidence: Any = 0.0
         self.demands: list[DraftDemand] = []
         self.steps: list[SpeculationStep] = []
         self.released: list[RequestId] = []
@@ -94,6 +98,9 @@ class FakePolicy(DraftLengthPolicy):
 
     def readers(self) -> Any:
         return self.reading
+
+    def least_confidence(self) -> Any:
+        return self.confidence
 
     def observe(self, step: SpeculationStep) -> None:
         self.steps.append(step)
@@ -145,6 +152,25 @@ def test_the_rows_that_the_policy_names_are_told_to_read_all_their_tokens() -> N
         one.wishes(states)
         one.propose(PLAN, states)
         assert drafter.reading == reading
+
+
+def test_the_drafter_hears_how_sure_it_has_to_be_and_the_policy_whether_it_heeds_that() -> None:
+    drafter, policy = FakeDrafter(Clock(), [(1,), ()]), FakePolicy(lambda rows: [2, 2])
+    one, states = speculator(drafter, policy, Clock()), three_rows()
+    for heeds, confidence in ((False, 0.0), (True, 0.75)):
+        drafter.heeds_confidence, policy.confidence = heeds, confidence
+        one.wishes(states)
+        one.propose(PLAN, states)
+        assert [demand.heeds_confidence for demand in policy.demands] == [heeds] * 2
+        assert drafter.confidence == [confidence] * 2
+
+
+@pytest.mark.parametrize("confidence", ["sure", math.nan, -0.1, 1.5])
+def test_a_confidence_that_is_none_ends_drafting_and_not_the_step(confidence: Any) -> None:
+    drafter, policy = FakeDrafter(Clock(), [(1,), ()]), FakePolicy(lambda rows: [2, 2])
+    one, states, policy.confidence = speculator(drafter, policy, Clock()), three_rows(), confidence
+    assert one.wishes(states) == {}
+    assert one.totals.switched_off is not None
 
 
 def test_rows_to_read_that_are_none_end_drafting_and_not_the_step() -> None:

@@ -57,3 +57,20 @@ def test_a_step_with_a_row_less_and_a_draft_more_is_one_with_drafts() -> None:
         costs.add(8, 8, 0.06)
     assert not costs.curve(8).is_known
     assert costs.seconds(8, 16) > 0.06
+
+
+def test_a_later_pass_takes_no_longer_than_the_first_of_its_round() -> None:
+    costs = DraftCosts()
+    for passes, seconds in ((1, 0.010), (1, 0.011), (2, 0.100), (3, 0.130)):
+        costs.add_round(1, passes, seconds)
+    assert costs.pass_seconds(1, 1) == costs.pass_seconds(1, 0) == 0.010
+
+
+def test_of_two_steps_with_drafts_the_quicker_counts_for_a_single_row_only() -> None:
+    costs = ForwardCosts()
+    for rows in (1, 8):
+        costs.add(rows, rows, 0.025)
+        for seconds in (0.045, 0.034):
+            costs.add(rows, rows + 2, seconds)
+    assert costs.seconds(1, 3) == 0.034
+    assert costs.seconds(8, 10) == 0.045

@@ -52,7 +52,7 @@ def run_step(trace: FileTrace, *stages: str, rows: int = 1, tokens: int = 1) -> 
     trace.start_step()
     for stage in stages:
         trace.stage(stage)
-    trace.end_step(rows, tokens)
+    trace.end_step(rows, tokens, 0)
 
 
 def test_stages_follow_each_other_without_a_gap_inside_their_step(trace: FileTrace, path: Path) -> None:
@@ -61,7 +61,7 @@ def test_stages_follow_each_other_without_a_gap_inside_their_step(trace: FileTra
     trace.close()
     first, second = spans_in(path, STEP)
     stages = spans_in(path, STAGE)
-    assert (first["name"], first["args"]) == ("step 1", {"rows": 2, "tokens": 7})
+    assert (first["name"], first["args"]) == ("step 1", {"rows": 2, "tokens": 7, "drafts": 0})
     assert [stage["name"] for stage in stages] == ["plan", "forward", "commit", "plan"]
     ends = [stage["ts"] + stage["dur"] for stage in stages]
     assert [stage["ts"] for stage in stages[1:3]] == pytest.approx(ends[:2])
@@ -84,7 +84,7 @@ def test_other_spans_have_tracks_of_their_own_and_stand_behind_their_step(
         [now + 500, now + 700],
         [(("shape", "[2, 3]"), ("bytes", 6)), ()],
     )
-    trace.end_step(1, 1)
+    trace.end_step(1, 1, 0)
     trace.close()
     names = [event["name"] for event in events_in(path) if event["ph"] == "X"]
     assert names == ["step 1", "forward", 'linear "q"', "wait"]
@@ -109,7 +109,7 @@ def test_work_left_to_the_end_of_a_step_shows_in_none_of_its_spans(trace: FileTr
     trace.start_step()
     trace.stage("forward")
     trace.when_done(tell)
-    trace.end_step(1, 1)
+    trace.end_step(1, 1, 0)
     run_step(trace, "forward")
     trace.close()
     assert len(ends) == 1
@@ -167,7 +167,7 @@ def test_without_a_trace_nothing_is_kept() -> None:
     NO_TRACE.stage("plan")
     NO_TRACE.when_done(lambda: pytest.fail("nobody is told"))
     NO_TRACE.spans("thread 0", ["linear"], ["linear"], [0], [1], [(("bytes", 1),)])
-    NO_TRACE.end_step(1, 1)
+    NO_TRACE.end_step(1, 1, 0)
     NO_TRACE.close()
     assert not NO_TRACE.enabled
     assert vars(NO_TRACE) == {}

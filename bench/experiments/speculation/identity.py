@@ -44,6 +44,9 @@ class SwitchingPolicy(DraftLengthPolicy):
     def readers(self) -> frozenset[RequestId]:
         return self.current.readers()
 
+    def least_confidence(self) -> float:
+        return self.current.least_confidence()
+
     def observe(self, step: SpeculationStep) -> None:
         self.current.observe(step)
 

@@ -27,6 +27,9 @@ class RecordingPolicy(DraftLengthPolicy):
     def readers(self) -> frozenset[RequestId]:
         return self._inner.readers()
 
+    def least_confidence(self) -> float:
+        return self._inner.least_confidence()
+
     def observe(self, step: SpeculationStep) -> None:
         self.steps.append(step)
         self._inner.observe(step)
