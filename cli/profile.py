@@ -77,8 +77,8 @@ def read_steps(events: Iterable[Mapping[str, Any]]) -> Iterator[TracedStep]:
             if step is not None:
                 yield step
             counts = event["args"]
-            sizes = [counts.get(name, 0) for name in ("rows", "tokens", "drafts")]
-            step = TracedStep(*sizes, event["dur"])
+            rows, tokens, drafts = (counts.get(name, 0) for name in ("rows", "tokens", "drafts"))
+            step = TracedStep(rows, tokens, drafts, event["dur"])
         elif step is not None:
             _add(step, event, tracks[event["tid"]])
     if step is not None:
