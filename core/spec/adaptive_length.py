@@ -50,7 +50,7 @@ LEAST_ACCEPTED = 24  # drafts of a row, before its drafter reads everything ...
 LEAST_RIGHT = 0.65  # ... and share of its rounds whose first draft was accepted
 LEAST_RETURN = 1.08  # times the tokens of steps without drafts, that drafts have to bring in the same time
 LEAST_SURVIVAL = 0.02  # drafts less likely to be accepted than this are not considered
-SURE_LENGTH = 7  # drafts that a row may get whose drafter says itself when it had better stop
+SURE_LENGTH = 7  # drafts of a row whose drafter stops by itself: a ninth token often takes a pass of its own
 MOST_SURE = 0.95  # is enough to go on
 OPINION_WEIGHT = 0.05  # of the last round in what is learned of a drafter's opinions
 OPINION_DRIFT = 0.001  # back to trusting them, for each step that tells nothing
@@ -144,10 +144,9 @@ class AdaptiveLength(DraftLengthPolicy):
         self._readers: frozenset[RequestId] = frozenset()
         self._has_seen_copies = False  # drafts at hand
         self._least_confidence = 0.0  # for the step under way
-        self._later_right = _Share(
-            1.0
-        )  # of worked-out drafts, after a round's first, those that were accepted
-        self._stopped_right = _Share(0.0)  # of rounds that the drafter ended, those with all drafts accepted
+        # Of worked-out drafts after a round's first, those that were accepted; and of rounds that the drafter
+        # ended by its own opinion, those whose drafts all were.
+        self._later_right, self._stopped_right = _Share(1.0), _Share(0.0)
         self._waited = 0  # steps in which no row was fit for a trial of a drafter that reads
 
     # --- decide ------------------------------------------------------------------------------------------
