@@ -18,6 +18,8 @@ from mvllm.backends.cpu.layout import (
     NARROW,
     SCALE_OFFSET,
     SCALED_SUM_OFFSET,
+    SECOND_CODE_BITS,
+    SPLIT,
     WIDE,
     ActivationLayout,
 )
@@ -39,20 +41,25 @@ def _record(layout: ActivationLayout) -> np.dtype:
         "scaled_sum": ("f4", SCALED_SUM_OFFSET),
         "minus_sum": ("i4", MINUS_SUM_OFFSET),
         "minus_half_sums": ("i4" if layout.is_wide else "2i2", HALF_SUMS_OFFSET),
-        "codes": ("32i2" if layout.is_wide else "32i1", ACTIVATION_CODES_OFFSET),
+        "codes": (
+            "(2,32)i1" if layout.is_split else "32i2" if layout.is_wide else "32i1",
+            ACTIVATION_CODES_OFFSET,
+        ),
     }
     formats, offsets = zip(*fields.values(), strict=True)
     names = list(fields)
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": layout.record_bytes})
 
 
-RECORDS = {layout: _record(layout) for layout in (NARROW, WIDE)}
+RECORDS = {layout: _record(layout) for layout in (NARROW, WIDE, SPLIT)}
 """One activation record of each layout."""
 
 
 def codes_of(records: NDArray[np.void]) -> NDArray[np.int64]:
     """The codes of records, in the order of the inputs."""
     codes = records["codes"].astype(np.int64)
+    if codes.shape[records.ndim :] == (2, GROUP):
+        return (codes[..., 0, :] << SECOND_CODE_BITS) + codes[..., 1, :]
     if records["codes"].dtype == np.int16:
         quads = codes.reshape(*codes.shape[:-1], -1, 4)
         codes = quads[..., [0, 2, 1, 3]].reshape(codes.shape)
@@ -151,7 +158,7 @@ def activations(
     tokens, inputs = x.shape
     records = np.zeros((tokens, layout.row_bytes(inputs)), np.uint8)
     for row, record in zip(np.ascontiguousarray(x), records, strict=True):
-        linear.quantize_row(row.ctypes.data, record.ctypes.data, inputs, layout.is_wide)
+        linear.quantize_row(row.ctypes.data, record.ctypes.data, inputs, linear.LAYOUT_NUMBERS[layout])
     return records
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.backends.cpu import record as graph
+from mvllm.backends.cpu.isa import selected
 from mvllm.backends.cpu.plan import Buffer
 from mvllm.backends.cpu.program import Array, Instruction, Kind, Program, lower, with_sampling
 from mvllm.backends.cpu.record import Recorder, Value, sensitive_weights
@@ -52,7 +53,7 @@ class Outline:
 def program_of(outline: Outline) -> Program:
     """The whole program, sampling included."""
     spec, weights = _model(outline)
-    recorder = Recorder(sensitive_weights(weights))
+    recorder = Recorder(sensitive_weights(weights), selected().wide)
     taps: list[Value] = []
     logits = forward(recorder, spec, weights, taps.append)
     return with_sampling(lower(recorder.nodes, logits, taps if outline.taps else ()))

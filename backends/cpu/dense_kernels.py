@@ -34,7 +34,7 @@ from mvllm.backends.cpu.vector import (
     vector,
 )
 
-_READING = Reading(most_tokens=1, streams=4, bytes_ahead=256, past_caches=False)
+_READING = Reading(most_tokens=1, streams=4, bytes_ahead=1024)
 
 PANEL_SHAPE = PanelShape(blocks=2, tokens=6)
 
@@ -165,7 +165,7 @@ def dense_form(isa: Isa, layout: DenseLayout) -> Form:
     return Form(
         inputs_per_step=1,
         activation_step_bytes=4,
-        readings=(_READING,),
+        reading=_READING,
         tile_blocks=1,
         tile_tokens=isa.max_tokens,
         panel=PANEL_SHAPE,

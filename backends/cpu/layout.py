@@ -27,7 +27,9 @@ Activations for a quantized matrix, per group of 32 inputs a record (`Activation
     scaled sum     float32, scale * sum of the codes
     minus sum      int32, minus the sum of the codes
     half sums      int16[2], minus the sums of the first and the last 16 codes; wide: int32, of the first
-    codes          int8[32]; wide: int16[32], of every four inputs first those of even number (0 2 1 3)
+    codes          int8[32]
+                   wide: int16[32], of every four inputs first those of even number (0 2 1 3)
+                   split: int8[2][32], with code = 128 * first + second
 """
 
 from __future__ import annotations
@@ -86,11 +88,22 @@ class ActivationLayout:
 
     name: str
     largest_code: int
+    is_split: bool = False  # a code is kept as two of 8 bits
+
+    @property
+    def code_bits(self) -> int:
+        """Of a code and its sign."""
+        return self.largest_code.bit_length() + 1
 
     @property
     def is_wide(self) -> bool:
-        """Codes have 16 bits."""
-        return self.largest_code > 127
+        """Codes have more than 8 bits."""
+        return self.code_bits > 8
+
+    @property
+    def has_pairs(self) -> bool:
+        """Products take weights and activations in pairs of 16 bits, else in fours of 8 bits."""
+        return self.is_wide and not self.is_split
 
     @property
     def record_bytes(self) -> int:
@@ -98,8 +111,8 @@ class ActivationLayout:
 
     @property
     def words(self) -> int:
-        """32-bit words of codes."""
-        return GROUP * (2 if self.is_wide else 1) // 4
+        """32-bit words of a group's weights as products take them."""
+        return GROUP * (2 if self.has_pairs else 1) // 4
 
     def row_bytes(self, inputs: int) -> int:
         """Bytes of one token's records."""
@@ -109,8 +122,13 @@ class ActivationLayout:
 NARROW = ActivationLayout("narrow", 127)
 WIDE = ActivationLayout("wide", 127 << 7)
 """About twice the work, a hundredth of the rounding error. The exact dot products fit in 32 bits."""
+SPLIT = ActivationLayout("split", WIDE.largest_code, is_split=True)
+"""The same codes for instruction sets that multiply bytes with less work."""
 
-ACTIVATION_LAYOUTS = {layout.name: layout for layout in (NARROW, WIDE)}
+ACTIVATION_LAYOUTS = {layout.name: layout for layout in (NARROW, WIDE, SPLIT)}
+
+SECOND_CODE_BITS = 7
+"""Of a code that is split. As a signed byte holds no more, the second one is never negative."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from mvllm.backends.cpu.dense_kernels import dense_row
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.jit import kernel, native_function
-from mvllm.backends.cpu.layout import DENSE, GROUP, ActivationLayout
+from mvllm.backends.cpu.layout import ACTIVATION_LAYOUTS, DENSE, GROUP, NARROW, WIDE, ActivationLayout
 from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import emit_call
 from mvllm.backends.cpu.products import form_of, multiply_panel, multiply_streams, multiply_tile, unpack_panel
@@ -29,6 +29,11 @@ DESCRIPTOR_FIELDS = 5
 
 _MATMUL_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 _EMBED_SIGNATURE = "void(int64, int64, int64)"
+LAYOUT_NUMBERS = {layout: number for number, layout in enumerate(ACTIVATION_LAYOUTS.values())}
+"""What `quantize_row` calls the layouts."""
+_NARROW, _WIDE = LAYOUT_NUMBERS[NARROW], LAYOUT_NUMBERS[WIDE]
+
+_L1_BYTES = 32 * 1024  # of most first-level caches
 # Activations that one pass over the weights keeps in the second-level cache.
 _L2_ACTIVATION_BYTES = 384 * 1024
 
@@ -76,12 +81,17 @@ def embed_row(descriptor, token, out):  # type: ignore[no-untyped-def]
 
 
 @kernel("void(int64, int64, int64, int64)")
-def quantize_row(x, records, inputs, is_wide):  # type: ignore[no-untyped-def]
-    """Write the activation records of the float32 row at `x`; `inputs` is a multiple of 32."""
-    if is_wide:
+def quantize_row(x, records, inputs, layout):  # type: ignore[no-untyped-def]
+    """Write the activation records of the float32 row at `x`; `inputs` is a multiple of 32.
+
+    `layout` is one of `LAYOUT_NUMBERS`.
+    """
+    if layout == _NARROW:
+        quantize_groups("narrow", x, records, inputs // GROUP)
+    elif layout == _WIDE:
         quantize_groups("wide", x, records, inputs // GROUP)
     else:
-        quantize_groups("narrow", x, records, inputs // GROUP)
+        quantize_groups("split", x, records, inputs // GROUP)
 
 
 def default_panels_from(format_name: str) -> int:
@@ -103,10 +113,9 @@ def matmul_address(format_name: str, isa: Isa, records: ActivationLayout) -> int
         4 * isa.lanes,
         form.inputs_per_step,
         form.activation_step_bytes,
-        form.readings[0].most_tokens,
-        form.readings[0].streams,
-        form.readings[-1].most_tokens,
-        form.readings[-1].streams,
+        form.reading.most_tokens,
+        form.reading.streams_for(is_long=False),
+        form.reading.streams_for(is_long=True),
         form.tile_blocks,
         form.tile_tokens,
         form.panel.blocks,
@@ -147,10 +156,9 @@ def _make_matmul(
     out_block_bytes: int,
     inputs_per_step: int,
     step_bytes: int,
-    first_tokens: int,
-    first_streams: int,
-    last_tokens: int,
-    last_streams: int,
+    streamed_tokens: int,
+    short_streams: int,
+    long_streams: int,
     tile_blocks: int,
     tile_tokens: int,
     panel_blocks: int,
@@ -170,9 +178,9 @@ def _make_matmul(
         panels_from = max(2, load_field(descriptor, PANELS_FROM))
         by_panels = tokens >= panels_from and last_block - first_block >= panel_blocks
         scratch = stack_memory(scratch_bytes)
-        if tokens <= last_tokens and not by_panels:
+        if tokens <= streamed_tokens and not by_panels:
             # As many parts of the row blocks are read side by side as there are streams.
-            streams = first_streams if tokens <= first_tokens else last_streams
+            streams = long_streams if tokens * activation_stride > _L1_BYTES else short_streams
             part = (last_block - first_block) // streams
             block = first_block
             while block < last_block:

@@ -13,6 +13,7 @@ from mvllm.backends.cpu.attention_kernels import score_function, values_function
 from mvllm.backends.cpu.crossover import thresholds_of_this_machine
 from mvllm.backends.cpu.kv_pool import KvPool
 from mvllm.backends.cpu.layout import NARROW
+from mvllm.backends.cpu.linear import LAYOUT_NUMBERS
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
 from mvllm.backends.cpu.operations import address_of
 from mvllm.backends.cpu.plan import Buffer, assign_buffers, check_widths, find_barriers
@@ -144,7 +145,7 @@ class Linker:
                 return _record(SCALAR, value=value)
             case None if step.kind is Kind.QUANTIZE:
                 assert step.output is not None and step.output.records is not None
-                return _record(QUANTIZE, is_wide=step.output.records.is_wide)
+                return _record(QUANTIZE, layout=LAYOUT_NUMBERS[step.output.records])
             case _:
                 return _record(SCALAR)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mvllm.backends.cpu.clock import HAS_CLOCK
 from mvllm.backends.cpu.inputs import StepInputs
+from mvllm.backends.cpu.isa import selected
 from mvllm.backends.cpu.kv_pool import KvPool, layout_for
 from mvllm.backends.cpu.link import LinkedProgram, Linker
 from mvllm.backends.cpu.listing import list_program
@@ -91,7 +92,7 @@ class _Resources:
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, geometry: KvGeometry, threads: int, adaptive: bool
     ) -> None:
-        recorder = Recorder(sensitive_weights(weights))
+        recorder = Recorder(sensitive_weights(weights), selected().wide)
         self._taps: list[Value] = []
         self._logits = forward(recorder, spec, weights, self._taps.append)
         self._nodes = recorder.nodes

@@ -111,12 +111,12 @@ def _norm(instruction: Any, worker: Any) -> None:
 
 def _quantize(instruction: Any, worker: Any) -> None:
     i = instruction_at(instruction)
-    is_wide = quantize_at(i.parameters).is_wide
+    layout = quantize_at(i.parameters).layout
     first, last = _share_of_rows(instruction, worker)
     source, _, target = _matrices(instruction, worker)
     for row in range(first, last):
         x, records = source + row * i.input.stride, target + row * i.output.stride
-        quantize_row(x, records, i.width, is_wide)
+        quantize_row(x, records, i.width, layout)
 
 
 @kernel("UniTuple(int64, 2)(int64, int64)")

@@ -25,7 +25,7 @@ class Form:
 
     inputs_per_step: int
     activation_step_bytes: int
-    readings: tuple[Reading, ...]  # one or two, by number of tokens; for more there are tiles and panels
+    reading: Reading  # of few tokens' weights; for more there are tiles and panels
     tile_blocks: int  # row blocks of a tile
     tile_tokens: int  # of the largest tile
     panel: PanelShape
@@ -33,9 +33,6 @@ class Form:
     chunk_steps: int  # of a panel
     chunk_bytes: int  # packed weights of these steps in one row block
     scratch_bytes: int  # an unpacked panel
-
-    def __post_init__(self) -> None:
-        assert 1 <= len(self.readings) <= 2
 
 
 def output_addresses(

@@ -10,7 +10,6 @@ from mvllm.backends.cpu import dense_kernels, quantized_kernels, quantized_panel
 from mvllm.backends.cpu.isa import ISAS, Isa
 from mvllm.backends.cpu.layout import ACTIVATION_LAYOUTS, DENSE, QUANTIZED, ActivationLayout
 from mvllm.backends.cpu.panel import Form
-from mvllm.backends.cpu.reading import Reading
 from mvllm.backends.cpu.vector import Emitter, Value, emit_for_count, emitted
 
 
@@ -55,22 +54,21 @@ def _emit_streams(
     isa, records = ISAS[isa_name], ACTIVATION_LAYOUTS[activation_name]
     form = form_of(format_name, isa, records)
 
-    def emit(block_count: int, token_count: int, reading: Reading) -> None:
+    def emit(block_count: int, token_count: int) -> None:
         size = (block_count, token_count)
         if format_name in DENSE:
             dense_kernels.emit_dense_tile(emitter, isa, DENSE[format_name], *size, *addresses_and_sizes)
         else:
             layout = QUANTIZED[format_name]
             quantized_kernels.emit_tile(
-                emitter, isa, layout, records, *size, *addresses_and_sizes, reading=reading
+                emitter, isa, layout, records, *size, *addresses_and_sizes, reading=form.reading
             )
 
     def emit_for_tokens(count: int) -> None:
-        reading = next(reading for reading in form.readings if count <= reading.most_tokens)
-        together = sorted({1, reading.streams})
-        emit_for_count(emitter, blocks, together, lambda block_count: emit(block_count, count, reading))
+        together = sorted({1, *(form.reading.streams_for(is_long) for is_long in (False, True))})
+        emit_for_count(emitter, blocks, together, lambda block_count: emit(block_count, count))
 
-    emit_for_count(emitter, tokens, range(1, form.readings[-1].most_tokens + 1), emit_for_tokens)
+    emit_for_count(emitter, tokens, range(1, form.reading.most_tokens + 1), emit_for_tokens)
 
 
 def _emit_unpack(

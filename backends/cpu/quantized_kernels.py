@@ -29,6 +29,7 @@ from mvllm.backends.cpu.layout import (
     QUANTIZED,
     SCALE_OFFSET,
     SCALED_SUM_OFFSET,
+    SECOND_CODE_BITS,
     ActivationLayout,
     CodePart,
     QuantLayout,
@@ -92,7 +93,7 @@ def load_word(
     def load_plane(plane: int) -> Value:
         return emitter.load(vector(I8, vector_bytes), group, start + plane * vector_bytes)
 
-    if not records.is_wide:
+    if not records.has_pairs:
         return load_quad(emitter, isa, layout, load_plane, word)
     quad, is_odd = load_quad(emitter, isa, layout, load_plane, word // 2), word % 2 == 1
     pairs = builder.bitcast(quad, vector(I16, vector_bytes // 2))
@@ -273,11 +274,11 @@ def emit_tile(
     if reading is None:
         ahead = _next_tile(emitter, emitter.times(block_stride, blocks))
     else:
-        ahead = I64(reading.bytes_ahead)
+        ahead = I64(reading.bytes_ahead // blocks)
 
     has_halves = layout.scales > 1
     # For several tokens it is less work to multiply the codes by them than every token's sums.
-    multiplies_codes = has_halves and records.is_wide and tokens >= _LEAST_TOKENS_FOR_CODES_TIMES_FACTORS
+    multiplies_codes = has_halves and records.has_pairs and tokens >= _LEAST_TOKENS_FOR_CODES_TIMES_FACTORS
 
     def group(at: list[Value], headers: list[list[Value]], index: Value, sums: list[Value]) -> list[Value]:
         halves = [factors.halves(record) for record in at]
@@ -376,7 +377,7 @@ class GroupProduct:
             bits=self.layout.bits,
             zero=self.weights.zero,
             halves=self.weights.halves,
-            is_wide=self.records.is_wide,
+            records=self.records,
             pin=self._pin,
         )
 
@@ -385,7 +386,7 @@ class GroupProduct:
         quads = list(range(QUADS))
         if self.layout.bits == 4:
             quads = [plane + quad for plane in range(4) for quad in (0, 4)]
-        return [2 * quad + odd for quad in quads for odd in (0, 1)] if self.records.is_wide else quads
+        return [2 * quad + odd for quad in quads for odd in (0, 1)] if self.records.has_pairs else quads
 
     def _load_splat(self, element: Value, record: Value, offset: int) -> Value:
         return self.emitter.load_splat(element, self.isa.lanes, record, offset)
@@ -455,14 +456,12 @@ def emit_quantize(
         rounded = builder.bitcast(builder.fadd(scaled, constant(F32, GROUP, ROUND_TO_INTEGER)), ints)
         codes = builder.sub(rounded, constant(I32, GROUP, ROUND_TO_INTEGER_BITS))
         # What becomes of NaN is cut down first: sums have to be those of the codes for all forms to agree.
-        code_type = vector(I16 if layout.is_wide else I8, GROUP)
-        codes = builder.sext(builder.trunc(codes, code_type), ints)
+        others = constant(I32, GROUP, 32 - layout.code_bits)
+        codes = builder.ashr(builder.shl(codes, others), others)
         low_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2)))
         high_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2, GROUP)))
         total = builder.add(low_sum, high_sum)
-        if layout.is_wide:
-            codes = emitter.shuffle(codes, [quad + i for quad in range(0, GROUP, 4) for i in (0, 2, 1, 3)])
-        emitter.store(builder.trunc(codes, code_type), record, ACTIVATION_CODES_OFFSET)
+        _store_codes(emitter, layout, codes, record)
         emitter.store(scale, record, SCALE_OFFSET)
         emitter.store(builder.fmul(scale, builder.sitofp(total, F32)), record, SCALED_SUM_OFFSET)
         emitter.store(builder.neg(total), record, MINUS_SUM_OFFSET)
@@ -473,6 +472,19 @@ def emit_quantize(
         return []
 
     emitter.loop(groups, [], group)
+
+
+def _store_codes(emitter: Emitter, layout: ActivationLayout, codes: Value, record: Value) -> None:
+    builder, bytes_ = emitter.builder, vector(I8, GROUP)
+    if layout.has_pairs:
+        codes = emitter.shuffle(codes, [quad + i for quad in range(0, GROUP, 4) for i in (0, 2, 1, 3)])
+        emitter.store(builder.trunc(codes, vector(I16, GROUP)), record, ACTIVATION_CODES_OFFSET)
+        return
+    if layout.is_split:
+        second = builder.and_(codes, constant(I32, GROUP, (1 << SECOND_CODE_BITS) - 1))
+        emitter.store(builder.trunc(second, bytes_), record, ACTIVATION_CODES_OFFSET + GROUP)
+        codes = builder.ashr(codes, constant(I32, GROUP, SECOND_CODE_BITS))
+    emitter.store(builder.trunc(codes, bytes_), record, ACTIVATION_CODES_OFFSET)
 
 
 def _emit_quantize(emitter: Emitter, activation_name: str, *addresses_and_sizes: Value) -> None:

@@ -11,7 +11,7 @@ Scratch, for each group of 32 inputs, for each row block:
     halves   the three vectors of `isa.HalfFactors`, where halves have factors
     words    words of codes, 4 * lanes bytes each
 
-With wide activations factors of halves are no part of it, but multiplied into the words (code - zero).
+With activations in pairs factors of halves are no part of it, but multiplied into the words (code - zero).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mvllm.backends.cpu.isa import HalfFactors, Isa
-from mvllm.backends.cpu.layout import GROUP, ActivationLayout, QuantLayout
+from mvllm.backends.cpu.layout import GROUP, NARROW, ActivationLayout, QuantLayout
 from mvllm.backends.cpu.panel import (
     Form,
     PanelShape,
@@ -40,7 +40,7 @@ from mvllm.backends.cpu.quantized_kernels import (
     load_word,
     times_factor,
 )
-from mvllm.backends.cpu.reading import best_readings
+from mvllm.backends.cpu.reading import best_reading
 from mvllm.backends.cpu.vector import (
     F32,
     I8,
@@ -76,7 +76,7 @@ class Scratch:
     @property
     def is_centred(self) -> bool:
         """Words are (code - zero) times the factor of their half."""
-        return self.layout.scales > 1 and self.records.is_wide
+        return self.layout.scales > 1 and self.records.has_pairs
 
     @property
     def first_half(self) -> int:
@@ -199,10 +199,11 @@ def emit_panel_tile(
 
 def quantized_form(isa: Isa, layout: QuantLayout, records: ActivationLayout) -> Form:
     """How a product with such weights and activations is cut up."""
+    assert records in (NARROW, isa.wide)
     return Form(
         inputs_per_step=GROUP,
         activation_step_bytes=records.record_bytes,
-        readings=best_readings(isa, records),
+        reading=best_reading(isa, layout.bits),
         tile_blocks=TILE_BLOCKS,
         tile_tokens=isa.max_tokens,
         panel=PanelShape(PANEL_BLOCKS, isa.panel_tokens),

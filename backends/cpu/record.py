@@ -91,11 +91,12 @@ class Node:
 class Recorder(TensorOps[Value]):
     """A `TensorOps` that computes nothing. Owns the list of nodes, which every call extends by one.
 
-    Products with the weights in `sensitive` take wide activations.
+    Products with the weights in `sensitive` take activations of the layout `wide`.
     """
 
-    def __init__(self, sensitive: Iterable[Weight] = ()) -> None:
+    def __init__(self, sensitive: Iterable[Weight] = (), wide: ActivationLayout = WIDE) -> None:
         self.nodes: list[Node] = []
+        self._wide = wide
         self._sensitive = {id(weight) for weight in sensitive}
 
     def embed(self, table: Weight) -> Value:
@@ -107,7 +108,7 @@ class Recorder(TensorOps[Value]):
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
         activations = None
         if packed_format(weight.format_name) in QUANTIZED:
-            activations = WIDE if id(weight) in self._sensitive else NARROW
+            activations = self._wide if id(weight) in self._sensitive else NARROW
         return self._record(Linear(weight, bias, activations), x, width=weight.shape[0])
 
     def rotate(self, x: Value, rope: int) -> Value:

@@ -134,7 +134,7 @@ NORM = _record(
     ("eps", _FLOAT),
 )
 
-QUANTIZE = _record(("is_wide", _INT))
+QUANTIZE = _record(("layout", _INT))
 
 LINEAR = _record(
     ("descriptor", _INT),

@@ -16,7 +16,6 @@ from mvllm.backends.cpu.crossover import NEVER, measure
 from mvllm.backends.cpu.isa import selected
 from mvllm.backends.cpu.jit import native_function
 from mvllm.backends.cpu.layout import (
-    ACTIVATION_LAYOUTS,
     DENSE,
     GROUP,
     NARROW,
@@ -98,12 +97,12 @@ def parse_shape(text: str) -> ProductShape:
         raise ConfigError(
             f"{text}: needs rows, a multiple of {multiple} inputs, and fewer than 2**31 weights"
         )
-    return ProductShape(name, rows, inputs, ACTIVATION_LAYOUTS[match[2] or NARROW.name])
+    return ProductShape(name, rows, inputs, selected().wide if match[2] == "wide" else NARROW)
 
 
 def shapes_of(checkpoint: Checkpoint) -> list[ProductShape]:
     """The different products of a model, in the order they come in."""
-    recorder = Recorder(sensitive_weights(checkpoint.weights))
+    recorder = Recorder(sensitive_weights(checkpoint.weights), selected().wide)
     forward(recorder, checkpoint.spec, checkpoint.weights)
     products = [node.operation for node in recorder.nodes if isinstance(node.operation, Linear)]
     shapes = []

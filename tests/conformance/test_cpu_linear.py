@@ -15,7 +15,7 @@ from mvllm.backends.cpu import isa as instruction_sets
 from mvllm.backends.cpu import jit, linear, quantized_kernels, quantized_panels
 from mvllm.backends.cpu.crossover import NEVER
 from mvllm.backends.cpu.isa import Isa
-from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, WIDE, ActivationLayout, packed_format
+from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, ActivationLayout, packed_format
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
 from mvllm.backends.cpu.reading import Reading
 from mvllm.core.load.mlx_format import MLX_FORMATS
@@ -46,7 +46,7 @@ every_case = pytest.mark.parametrize(
 )
 
 PRODUCTS = [(isa, name, NARROW) for isa, name in CASES]
-PRODUCTS += [(isa, name, WIDE) for isa, name in CASES if name in _REPRESENTATIVE and name not in DENSE]
+PRODUCTS += [(isa, name, isa.wide) for isa, name in CASES if name in _REPRESENTATIVE and name not in DENSE]
 every_product = pytest.mark.parametrize(
     ("isa", "format_name", "layout"),
     PRODUCTS,
@@ -176,9 +176,8 @@ def test_any_number_of_streams_gives_the_same_bits(
     matrix = packed(random_weight(format_name, 9 * SELECTED.lanes, 256, rng), SELECTED)
     acts = activations(rng.standard_normal((7, 256), np.float32), matrix)
     expected = product(matrix, acts, panels_from=2)
-    few = Reading(1, streams, bytes_ahead=512, past_caches=streams == 2)
-    several = Reading(5, 5 - streams, bytes_ahead=128, past_caches=streams == 3)
-    monkeypatch.setattr(quantized_panels, "best_readings", lambda isa, records: (few, several))
+    reading = Reading(5, streams, bytes_ahead=512, past_caches=streams == 2, long_streams=5 - streams)
+    monkeypatch.setattr(quantized_panels, "best_reading", lambda isa, bits: reading)
     monkeypatch.setattr(jit, "kernel_folder", lambda: None)
     monkeypatch.setattr(linear, "matmul_address", functools.cache(linear.matmul_address.__wrapped__))
     for tokens in (1, 2, 5, 7):
@@ -263,7 +262,7 @@ def test_activations_round_to_the_nearest_code_with_ties_to_even(values: list[fl
     x = np.array(values, np.float32)
     for layout, dtype in RECORDS.items():
         record = np.zeros(1, dtype)
-        linear.quantize_row(x.ctypes.data, record.ctypes.data, GROUP, layout.is_wide)
+        linear.quantize_row(x.ctypes.data, record.ctypes.data, GROUP, linear.LAYOUT_NUMBERS[layout])
         largest, code = np.abs(x).max(), np.float32(layout.largest_code)
         inverse = code / largest if largest > np.float32(2.0**-110) else np.float32(0.0)
         codes = np.rint(x * inverse).astype(np.int64)
@@ -292,7 +291,7 @@ def test_an_unusable_input_makes_its_own_token_not_finite_and_no_other(format_na
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("layout", [NARROW, WIDE], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [NARROW, SELECTED.wide], ids=lambda layout: layout.name)
 def test_all_forms_make_the_same_of_an_unusable_input(layout: ActivationLayout, bad: float) -> None:
     """Q6_K: only some of its forms use the sums of the activations."""
     rng = np.random.default_rng(12)

@@ -326,6 +326,13 @@ def test_features_that_numba_is_told_not_to_use_are_not_used(monkeypatch: pytest
     listed = ",".join(f"+{feature}" for feature in AVX512.features)
     monkeypatch.setattr(numba.config, "CPU_FEATURES", listed)
     assert instruction_sets.available()[0] is AVX512
+    both = [AVX512, instruction_sets.AVX512_GFNI]
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", f"{listed},+gfni")
+    for processor, best_first in (("znver4", both), ("sapphirerapids", both[::-1])):
+        monkeypatch.setattr(
+            instruction_sets.llvmlite.binding, "get_host_cpu_name", lambda name=processor: name
+        )
+        assert instruction_sets.available()[:2] == best_first
     monkeypatch.setattr(numba.config, "CPU_FEATURES", listed.replace("+avx512vnni", "-avx512vnni"))
     assert AVX512 not in instruction_sets.available()
 

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.backends.cpu import reading
-from mvllm.backends.cpu.isa import AVX2, AVX512, AVX512_GFNI, PORTABLE, Isa
-from mvllm.backends.cpu.layout import NARROW, WIDE, ActivationLayout
+from mvllm.backends.cpu import isa as instruction_sets
+from mvllm.backends.cpu.isa import AVX2, AVX512, PORTABLE, Isa
+from mvllm.backends.cpu.reading import best_reading
 
 
-def readings(
-    monkeypatch: pytest.MonkeyPatch, processor: str, isa: Isa, records: ActivationLayout
-) -> list[str]:
-    """Tokens, streams and whether past the caches, for each."""
-    monkeypatch.setattr(reading.llvmlite.binding, "get_host_cpu_name", lambda: processor)
-    return [
-        f"{one.most_tokens}: {one.streams}{' past' if one.past_caches else ''}"
-        for one in reading.best_readings(isa, records)
-    ]
+def reading(monkeypatch: pytest.MonkeyPatch, processor: str, isa: Isa, bits: int = 4) -> tuple[int, ...]:
+    """Tokens, streams of short and of long rows, and whether past the caches."""
+    monkeypatch.setattr(instruction_sets.llvmlite.binding, "get_host_cpu_name", lambda: processor)
+    best = best_reading(isa, bits)
+    return best.most_tokens, best.streams_for(is_long=False), best.streams_for(is_long=True), best.past_caches
 
 
-@pytest.mark.parametrize("isa", [AVX512, AVX512_GFNI])
-def test_zen4_reads_up_to_eight_tokens_in_streams(monkeypatch: pytest.MonkeyPatch, isa: Isa) -> None:
-    assert readings(monkeypatch, "znver4", isa, NARROW) == ["8: 1 past"]
-    assert readings(monkeypatch, "znver4", isa, WIDE) == ["2: 1 past", "8: 2"]
-
-
-@pytest.mark.parametrize("records", [NARROW, WIDE])
-def test_others_read_one_or_two(monkeypatch: pytest.MonkeyPatch, records: ActivationLayout) -> None:
-    assert readings(monkeypatch, "sapphirerapids", AVX512, records) == ["2: 4"]
-    assert readings(monkeypatch, "znver4", AVX2, records) == ["1: 1 past"]
-    assert readings(monkeypatch, "znver3", AVX2, records) == ["1: 1"]
-    assert readings(monkeypatch, "generic", PORTABLE, records) == ["1: 1"]
+def test_a_processor_gets_what_was_measured_on_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reading(monkeypatch, "znver4", AVX512) == (8, 1, 2, True)
+    assert reading(monkeypatch, "znver4", AVX512, bits=8) == (8, 2, 2, False)
+    assert reading(monkeypatch, "znver4", AVX2) == (1, 1, 1, True)
+    assert reading(monkeypatch, "sapphirerapids", AVX512) == (2, 4, 4, False)
+    assert reading(monkeypatch, "znver3", AVX2) == (1, 1, 1, False)
+    assert reading(monkeypatch, "generic", PORTABLE) == (1, 1, 1, False)
 
 
 def test_as_many_tokens_as_a_tile_may_have() -> None:
     for isa in (AVX512, AVX2, PORTABLE):
-        for records in (NARROW, WIDE):
-            most = [one.most_tokens for one in reading.best_readings(isa, records)]
-            assert most == sorted(most)
-            assert most[-1] <= isa.max_tokens
+        for bits in (4, 8):
+            assert best_reading(isa, bits).most_tokens <= isa.max_tokens
