@@ -14,6 +14,7 @@ from mvllm.backends.cpu.layout import (
     DENSE,
     GROUP,
     HALF_SUMS_OFFSET,
+    LAYOUT_NUMBERS,
     MINUS_SUM_OFFSET,
     NARROW,
     SCALE_OFFSET,
@@ -35,23 +36,23 @@ MLX_EXAMPLES = ("MLX3_G128_F32", "MLX6_G32_F16", "MLX8_G64_BF16")
 FORMATS = (*QUANT_FORMATS, *MLX_EXAMPLES, *DENSE)
 
 
+_CODES = {NARROW: "32i1", WIDE: "32i2", SPLIT: "(2,32)i1"}
+
+
 def _record(layout: ActivationLayout) -> np.dtype:
     fields = {
         "scale": ("f4", SCALE_OFFSET),
         "scaled_sum": ("f4", SCALED_SUM_OFFSET),
         "minus_sum": ("i4", MINUS_SUM_OFFSET),
         "minus_half_sums": ("i4" if layout.is_wide else "2i2", HALF_SUMS_OFFSET),
-        "codes": (
-            "(2,32)i1" if layout.is_split else "32i2" if layout.is_wide else "32i1",
-            ACTIVATION_CODES_OFFSET,
-        ),
+        "codes": (_CODES[layout], ACTIVATION_CODES_OFFSET),
     }
     formats, offsets = zip(*fields.values(), strict=True)
     names = list(fields)
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": layout.record_bytes})
 
 
-RECORDS = {layout: _record(layout) for layout in (NARROW, WIDE, SPLIT)}
+RECORDS = {layout: _record(layout) for layout in LAYOUT_NUMBERS}
 """One activation record of each layout."""
 
 
@@ -158,7 +159,7 @@ def activations(
     tokens, inputs = x.shape
     records = np.zeros((tokens, layout.row_bytes(inputs)), np.uint8)
     for row, record in zip(np.ascontiguousarray(x), records, strict=True):
-        linear.quantize_row(row.ctypes.data, record.ctypes.data, inputs, linear.LAYOUT_NUMBERS[layout])
+        linear.quantize_row(row.ctypes.data, record.ctypes.data, inputs, LAYOUT_NUMBERS[layout])
     return records
 
 

@@ -34,7 +34,7 @@ from mvllm.backends.cpu.vector import (
     vector,
 )
 
-_READING = Reading(most_tokens=1, streams=4, bytes_ahead=1024)
+_READING = Reading(most_tokens=1, short_streams=4, long_streams=4, bytes_ahead=1024)
 
 PANEL_SHAPE = PanelShape(blocks=2, tokens=6)
 
@@ -95,7 +95,7 @@ def emit_dense_tile(
         x_offset = emitter.times(first_input, 4)
         xs = [emitter.offset(address, x_offset) for address in tokens_at]
         if prefetch is None:
-            ahead = _READING.bytes_ahead if tokens <= _FEW_TOKENS else _FAR_PREFETCH
+            ahead = _READING.bytes_ahead // _READING.short_streams if tokens <= _FEW_TOKENS else _FAR_PREFETCH
             for address in at:
                 emitter.prefetch(emitter.offset(address, ahead), width * row_bytes)
         elif width == UNROLL:

@@ -25,7 +25,7 @@ OVERRIDE = "MVLLM_CPU_ISA"
 
 _MAX_ACTIVATION = 127  # activations are int8 in [-127, 127]
 _MOST_CODES_HELD = 6  # AVX2 registers of codes
-_MOST_SPLIT_OUTPUTS = 4  # of which both sums are kept at once
+_MOST_SPLIT_OUTPUTS = 4  # whose two sums are formed at once; measured on Zen 4
 _FALSE = ir.IntType(1)(0)
 
 
@@ -44,9 +44,10 @@ class Operands:
     Inputs come in words of 32 bits per row and token: four codes of 8 bits, or pairs of 16 bits (`records`).
     `words` are the numbers of those to take, in the order in which that is best done. `load(block, word)` is
     a vector of unsigned codes below 2**bits, or, in pairs, of signed ones, with row r in its bytes 4r to
-    4r+3. `activations` holds each token's address of signed codes; `minus_sum(token)` is int32[lanes], minus
+    4r+3, its place in the schedule fixed, as `pin` does. `activations` holds each token's address of signed
+    codes, and if split, GROUP bytes further, of their second bytes; `minus_sum(token)` is int32[lanes], minus
     the sum of these codes in every lane, `half_sums(token)` the same of the two halves, int16 pairs, or if
-    wide of the first half alone. `pin` fixes a value's place in the schedule.
+    wide of the first half alone.
     """
 
     load: Callable[[int, int], Value]
@@ -77,7 +78,8 @@ class Isa:
     `dot(emitter, operands)` emits, for every token and row, the exact sum of (code - zero) * activation, each
     times the factor of its half where there are factors. `move_bits(emitter, bytes, source, target, width)`
     emits, for every byte of a vector, its `width` bits from `source` on, moved to `target`, and zeros in all
-    others; None if there is nothing better than shift and mask. `wide` is how codes of 16 bits are best kept.
+    others; None if there is nothing better than shift and mask. `wide` is how codes of more than 8 bits are
+    best kept.
     """
 
     name: str
@@ -115,7 +117,7 @@ def _add_words(
     """`sums` with the products of `words` added by `step`, word after word."""
     results = [list(row) for row in sums]
     for word in words:
-        codes = [operands.pin(operands.load(block, word)) for block in range(operands.blocks)]
+        codes = [operands.load(block, word) for block in range(operands.blocks)]
         for row, address in zip(results, operands.activations, strict=True):
             activation = emitter.load_splat(I32, codes[0].type.count // 4, address, 4 * word)
             for block, code in enumerate(codes):
@@ -192,9 +194,9 @@ def _dot_avx512(emitter: Emitter, operands: Operands) -> Dots:
 def _dot_avx512_split(emitter: Emitter, operands: Operands) -> Dots:
     if operands.blocks * len(operands.activations) <= _MOST_SPLIT_OUTPUTS:
         return _add_split_words(emitter, operands)
-    # Token after token: there would not be registers for two sums of every output.
+    # Token after token, so that two sums of every output need not be kept.
     codes = {
-        (block, word): operands.pin(operands.load(block, word))
+        (block, word): operands.load(block, word)
         for word in operands.words
         for block in range(operands.blocks)
     }
@@ -211,18 +213,15 @@ def _dot_avx512_split(emitter: Emitter, operands: Operands) -> Dots:
 
 
 def _add_split_words(emitter: Emitter, operands: Operands) -> Dots:
-    builder, none = emitter.builder, constant(I32, 16, 0)
-    first = [[none] * operands.blocks for _ in operands.activations]
-    second = _minus_zeros(emitter, operands)
-    for word in operands.words:
-        codes = [operands.pin(operands.load(block, word)) for block in range(operands.blocks)]
-        for token, address in enumerate(operands.activations):
-            for sums, offset in ((first[token], 0), (second[token], GROUP)):
-                activation = emitter.load_splat(I32, 16, address, offset + 4 * word)
-                for block, code in enumerate(codes):
-                    sums[block] = operands.pin(_add_bytes_avx512(emitter, sums[block], code, activation))
+    """As if a token were two, with the first and with the second bytes of its codes."""
+    zeros = [constant(I32, 16, 0)] * operands.blocks
+    starts = [start for minus in _minus_zeros(emitter, operands) for start in (zeros, minus)]
+    addresses = [emitter.offset(token, part) for token in operands.activations for part in (0, GROUP)]
+    both = replace(operands, activations=addresses)
+    sums = _add_words(emitter, both, operands.words, starts, functools.partial(_add_bytes_avx512, emitter))
     bits = constant(I32, 16, SECOND_CODE_BITS)
-    return _add_dots(emitter, [[builder.shl(sum_, bits) for sum_ in row] for row in first], second)
+    scaled = [[emitter.builder.shl(sum_, bits) for sum_ in row] for row in sums[0::2]]
+    return _add_dots(emitter, scaled, sums[1::2])
 
 
 def _add_bytes_avx512(emitter: Emitter, total: Value, codes: Value, activation: Value) -> Value:
@@ -269,9 +268,7 @@ def _dot_avx2(emitter: Emitter, operands: Operands) -> Dots:
             row[:] = [add(total, sums[block], block, words[0]) for block, total in enumerate(row)]
 
     def add_by_token(words: Sequence[int]) -> None:
-        codes = [
-            [operands.pin(operands.load(block, word)) for word in words] for block in range(operands.blocks)
-        ]
+        codes = [[operands.load(block, word) for word in words] for block in range(operands.blocks)]
         for row, address in zip(dots, operands.activations, strict=True):
             activations = [emitter.load_splat(I32, 8, address, 4 * word) for word in words]
             for block, total in enumerate(row):

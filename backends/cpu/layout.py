@@ -26,10 +26,11 @@ Activations for a quantized matrix, per group of 32 inputs a record (`Activation
     scale          float32; scale * code approximates the value
     scaled sum     float32, scale * sum of the codes
     minus sum      int32, minus the sum of the codes
-    half sums      int16[2], minus the sums of the first and the last 16 codes; wide: int32, of the first
-    codes          int8[32]
-                   wide: int16[32], of every four inputs first those of even number (0 2 1 3)
-                   split: int8[2][32], with code = 128 * first + second
+    half sums      int16[2], minus the sums of the first and the last 16 codes; but for "narrow" int32, of the
+                   first
+    codes          "narrow": int8[32]
+                   "wide": int16[32], of every four inputs first those of even number (0 2 1 3)
+                   "split": int8[2][32], with code = 128 * first + second
 """
 
 from __future__ import annotations
@@ -119,16 +120,17 @@ class ActivationLayout:
         return inputs // GROUP * self.record_bytes
 
 
+SECOND_CODE_BITS = 7
+"""So many that the second byte of a code that is split, never negative, is a signed byte too."""
+
 NARROW = ActivationLayout("narrow", 127)
-WIDE = ActivationLayout("wide", 127 << 7)
+WIDE = ActivationLayout("wide", 127 << SECOND_CODE_BITS)
 """About twice the work, a hundredth of the rounding error. The exact dot products fit in 32 bits."""
 SPLIT = ActivationLayout("split", WIDE.largest_code, is_split=True)
 """The same codes for instruction sets that multiply bytes with less work."""
 
 ACTIVATION_LAYOUTS = {layout.name: layout for layout in (NARROW, WIDE, SPLIT)}
-
-SECOND_CODE_BITS = 7
-"""Of a code that is split. As a signed byte holds no more, the second one is never negative."""
+LAYOUT_NUMBERS = {layout: number for number, layout in enumerate(ACTIVATION_LAYOUTS.values())}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from mvllm.backends.cpu.dense_kernels import dense_row
 from mvllm.backends.cpu.isa import Isa
 from mvllm.backends.cpu.jit import kernel, native_function
-from mvllm.backends.cpu.layout import ACTIVATION_LAYOUTS, DENSE, GROUP, NARROW, WIDE, ActivationLayout
+from mvllm.backends.cpu.layout import DENSE, GROUP, ActivationLayout
 from mvllm.backends.cpu.memory import LINE_BYTES
 from mvllm.backends.cpu.pointers import emit_call
 from mvllm.backends.cpu.products import form_of, multiply_panel, multiply_streams, multiply_tile, unpack_panel
@@ -29,10 +29,6 @@ DESCRIPTOR_FIELDS = 5
 
 _MATMUL_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 _EMBED_SIGNATURE = "void(int64, int64, int64)"
-LAYOUT_NUMBERS = {layout: number for number, layout in enumerate(ACTIVATION_LAYOUTS.values())}
-"""What `quantize_row` calls the layouts."""
-_NARROW, _WIDE = LAYOUT_NUMBERS[NARROW], LAYOUT_NUMBERS[WIDE]
-
 _L1_BYTES = 32 * 1024  # of most first-level caches
 # Activations that one pass over the weights keeps in the second-level cache.
 _L2_ACTIVATION_BYTES = 384 * 1024
@@ -84,14 +80,9 @@ def embed_row(descriptor, token, out):  # type: ignore[no-untyped-def]
 def quantize_row(x, records, inputs, layout):  # type: ignore[no-untyped-def]
     """Write the activation records of the float32 row at `x`; `inputs` is a multiple of 32.
 
-    `layout` is one of `LAYOUT_NUMBERS`.
+    `layout` is one of `layout.LAYOUT_NUMBERS`.
     """
-    if layout == _NARROW:
-        quantize_groups("narrow", x, records, inputs // GROUP)
-    elif layout == _WIDE:
-        quantize_groups("wide", x, records, inputs // GROUP)
-    else:
-        quantize_groups("split", x, records, inputs // GROUP)
+    quantize_groups(layout, x, records, inputs // GROUP)
 
 
 def default_panels_from(format_name: str) -> int:
@@ -114,8 +105,8 @@ def matmul_address(format_name: str, isa: Isa, records: ActivationLayout) -> int
         form.inputs_per_step,
         form.activation_step_bytes,
         form.reading.most_tokens,
-        form.reading.streams_for(is_long=False),
-        form.reading.streams_for(is_long=True),
+        form.reading.short_streams,
+        form.reading.long_streams,
         form.tile_blocks,
         form.tile_tokens,
         form.panel.blocks,

@@ -12,8 +12,7 @@ from mvllm.backends.cpu import record as graph
 from mvllm.backends.cpu.attention_kernels import score_function, values_function
 from mvllm.backends.cpu.crossover import thresholds_of_this_machine
 from mvllm.backends.cpu.kv_pool import KvPool
-from mvllm.backends.cpu.layout import NARROW
-from mvllm.backends.cpu.linear import LAYOUT_NUMBERS
+from mvllm.backends.cpu.layout import LAYOUT_NUMBERS, NARROW
 from mvllm.backends.cpu.memory import LINE_BYTES, aligned_zeros
 from mvllm.backends.cpu.operations import address_of
 from mvllm.backends.cpu.plan import Buffer, assign_buffers, check_widths, find_barriers

@@ -65,7 +65,7 @@ def _emit_streams(
             )
 
     def emit_for_tokens(count: int) -> None:
-        together = sorted({1, *(form.reading.streams_for(is_long) for is_long in (False, True))})
+        together = sorted({1, form.reading.short_streams, form.reading.long_streams})
         emit_for_count(emitter, blocks, together, lambda block_count: emit(block_count, count))
 
     emit_for_count(emitter, tokens, range(1, form.reading.most_tokens + 1), emit_for_tokens)

@@ -20,10 +20,10 @@ from mvllm.backends.cpu.functions import ROUND_TO_INTEGER, ROUND_TO_INTEGER_BITS
 from mvllm.backends.cpu.isa import ISAS, HalfFactors, Isa, Operands, half_to_float
 from mvllm.backends.cpu.layout import (
     ACTIVATION_CODES_OFFSET,
-    ACTIVATION_LAYOUTS,
     CODE_PARTS,
     GROUP,
     HALF_SUMS_OFFSET,
+    LAYOUT_NUMBERS,
     MINUS_SUM_OFFSET,
     QUADS,
     QUANTIZED,
@@ -47,6 +47,7 @@ from mvllm.backends.cpu.vector import (
     Emitter,
     Value,
     constant,
+    emit_for_count,
     emitted,
     vector,
 )
@@ -192,7 +193,7 @@ def factor_pairs(emitter: Emitter, layout: QuantLayout, factors: list[Value]) ->
 
 
 def times_factor(emitter: Emitter, layout: QuantLayout, word: Value, factor: Value) -> Value:
-    """Wide word of codes -> of (code - zero) times `factor`, int16: a half's of `factor_pairs`."""
+    """Word of pairs -> of (code - zero) times `factor`, int16: a half's of `factor_pairs`."""
     builder, pairs = emitter.builder, vector(I16, word.type.count // 2)
     centred = builder.sub(builder.bitcast(word, pairs), constant(I16, pairs.count, layout.zero))
     return builder.bitcast(builder.mul(centred, builder.bitcast(factor, pairs)), word.type)
@@ -368,7 +369,7 @@ class GroupProduct:
 
     def _operands(self, tokens: list[Value]) -> Operands:
         return Operands(
-            self.weights.load,
+            lambda block, word: self._pin(self.weights.load(block, word)),
             blocks=self.weights.blocks,
             words=self._words_by_plane(),
             activations=[self.emitter.offset(record, ACTIVATION_CODES_OFFSET) for record in tokens],
@@ -456,8 +457,8 @@ def emit_quantize(
         rounded = builder.bitcast(builder.fadd(scaled, constant(F32, GROUP, ROUND_TO_INTEGER)), ints)
         codes = builder.sub(rounded, constant(I32, GROUP, ROUND_TO_INTEGER_BITS))
         # What becomes of NaN is cut down first: sums have to be those of the codes for all forms to agree.
-        others = constant(I32, GROUP, 32 - layout.code_bits)
-        codes = builder.ashr(builder.shl(codes, others), others)
+        unused_bits = constant(I32, GROUP, 32 - layout.code_bits)
+        codes = builder.ashr(builder.shl(codes, unused_bits), unused_bits)
         low_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2)))
         high_sum = emitter.reduce(builder.add, emitter.shuffle(codes, range(GROUP // 2, GROUP)))
         total = builder.add(low_sum, high_sum)
@@ -487,8 +488,14 @@ def _store_codes(emitter: Emitter, layout: ActivationLayout, codes: Value, recor
     emitter.store(builder.trunc(codes, bytes_), record, ACTIVATION_CODES_OFFSET)
 
 
-def _emit_quantize(emitter: Emitter, activation_name: str, *addresses_and_sizes: Value) -> None:
-    emit_quantize(emitter, ACTIVATION_LAYOUTS[activation_name], *addresses_and_sizes)
+def _emit_quantize(emitter: Emitter, layout_number: Value, *addresses_and_sizes: Value) -> None:
+    layouts = list(LAYOUT_NUMBERS)
+    emit_for_count(
+        emitter,
+        layout_number,
+        range(len(layouts)),
+        lambda number: emit_quantize(emitter, layouts[number], *addresses_and_sizes),
+    )
 
 
 def _emit_dequantize(emitter: Emitter, format_name: str, isa_name: str, *addresses_and_sizes: Value) -> None:
@@ -498,5 +505,5 @@ def _emit_dequantize(emitter: Emitter, format_name: str, isa_name: str, *address
 dequantize_row = emitted(_emit_dequantize, 4, num_names=2)
 """`emit_row` as (format name, ISA name, weights, lane, out, groups)."""
 
-quantize_groups = emitted(_emit_quantize, 3, num_names=1)
-"""`emit_quantize` as (activation layout's name, x, records, groups)."""
+quantize_groups = emitted(_emit_quantize, 4)
+"""`emit_quantize` as (number of the activation layout, x, records, groups)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mvllm.backends.cpu.layout import NARROW, QUANTIZED, WIDE, ActivationLayout, packed_format
+from mvllm.backends.cpu.layout import NARROW, QUANTIZED, ActivationLayout, packed_format
 from mvllm.backends.cpu.tables import Domain
 from mvllm.core.model.spec import Activation
 from mvllm.core.tensor import ModelWeights, TensorOps, Weight
@@ -94,7 +94,7 @@ class Recorder(TensorOps[Value]):
     Products with the weights in `sensitive` take activations of the layout `wide`.
     """
 
-    def __init__(self, sensitive: Iterable[Weight] = (), wide: ActivationLayout = WIDE) -> None:
+    def __init__(self, sensitive: Iterable[Weight], wide: ActivationLayout) -> None:
         self.nodes: list[Node] = []
         self._wide = wide
         self._sensitive = {id(weight) for weight in sensitive}

@@ -134,7 +134,7 @@ NORM = _record(
     ("eps", _FLOAT),
 )
 
-QUANTIZE = _record(("layout", _INT))
+QUANTIZE = _record(("layout", _INT))  # one of `layout.LAYOUT_NUMBERS`
 
 LINEAR = _record(
     ("descriptor", _INT),

@@ -15,7 +15,15 @@ from mvllm.backends.cpu import isa as instruction_sets
 from mvllm.backends.cpu import jit, linear, quantized_kernels, quantized_panels
 from mvllm.backends.cpu.crossover import NEVER
 from mvllm.backends.cpu.isa import Isa
-from mvllm.backends.cpu.layout import DENSE, GROUP, NARROW, QUANTIZED, ActivationLayout, packed_format
+from mvllm.backends.cpu.layout import (
+    DENSE,
+    GROUP,
+    LAYOUT_NUMBERS,
+    NARROW,
+    QUANTIZED,
+    ActivationLayout,
+    packed_format,
+)
 from mvllm.backends.cpu.pack import Arena, PackedMatrix, pack_matrix
 from mvllm.backends.cpu.reading import Reading
 from mvllm.core.load.mlx_format import MLX_FORMATS
@@ -104,7 +112,9 @@ def test_nothing_overflows_at_the_ends_of_all_ranges(
     rng = np.random.default_rng(11)
     weight = extreme_weight(format_name, 5 * isa.lanes - 3, 512, rng)
     matrix = packed(weight, isa)
-    codes = rng.choice((-layout.largest_code, layout.largest_code), (20, 512))
+    ends = layout.largest_code, layout.largest_code - 1
+    codes = rng.choice((*ends, *(-end for end in ends)), (20, 512))
+    codes[:, ::GROUP] = layout.largest_code  # so that scales are 1
     codes[:2] = np.reshape((-layout.largest_code, layout.largest_code), (2, 1))
     acts = activations(codes.astype(np.float32), matrix, layout)
     expected = _exact_product(weight, codes)
@@ -168,21 +178,25 @@ def test_an_output_has_the_same_bits_for_every_batch_row_range_and_form(data: st
     assert np.isnan(got).all(), "nothing outside the blocks asked for is written"
 
 
-@pytest.mark.parametrize(("format_name", "streams"), [("Q4_K", 1), ("Q4_K", 3), ("Q6_K", 2), ("Q6_K", 4)])
+@pytest.mark.parametrize(
+    ("format_name", "layout", "streams"),
+    [("Q4_K", NARROW, 1), ("Q4_K", NARROW, 3), ("Q6_K", NARROW, 2), ("Q6_K", SELECTED.wide, 4)],
+)
 def test_any_number_of_streams_gives_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, format_name: str, streams: int
+    monkeypatch: pytest.MonkeyPatch, format_name: str, layout: ActivationLayout, streams: int
 ) -> None:
     rng = np.random.default_rng(13)
     matrix = packed(random_weight(format_name, 9 * SELECTED.lanes, 256, rng), SELECTED)
-    acts = activations(rng.standard_normal((7, 256), np.float32), matrix)
-    expected = product(matrix, acts, panels_from=2)
-    reading = Reading(5, streams, bytes_ahead=512, past_caches=streams == 2, long_streams=5 - streams)
+    acts = activations(rng.standard_normal((7, 256), np.float32), matrix, layout)
+    expected = product(matrix, acts, layout=layout, panels_from=2)
+    reading = Reading(5, streams, 5 - streams, bytes_ahead=512, past_caches=streams == 2)
     monkeypatch.setattr(quantized_panels, "best_reading", lambda isa, bits: reading)
+    monkeypatch.setattr(linear, "_L1_BYTES", 2 * layout.row_bytes(256))
     monkeypatch.setattr(jit, "kernel_folder", lambda: None)
     monkeypatch.setattr(linear, "matmul_address", functools.cache(linear.matmul_address.__wrapped__))
     for tokens in (1, 2, 5, 7):
         for first in range(9):  # 9 to 1 row blocks
-            got = product(matrix, acts[:tokens], first, panels_from=NEVER)
+            got = product(matrix, acts[:tokens], first, layout=layout, panels_from=NEVER)
             asked = slice(first * SELECTED.lanes, None)
             assert np.array_equal(got[:, asked], expected[:tokens, asked])
             assert np.isnan(got[:, : asked.start]).all()
@@ -262,7 +276,7 @@ def test_activations_round_to_the_nearest_code_with_ties_to_even(values: list[fl
     x = np.array(values, np.float32)
     for layout, dtype in RECORDS.items():
         record = np.zeros(1, dtype)
-        linear.quantize_row(x.ctypes.data, record.ctypes.data, GROUP, linear.LAYOUT_NUMBERS[layout])
+        linear.quantize_row(x.ctypes.data, record.ctypes.data, GROUP, LAYOUT_NUMBERS[layout])
         largest, code = np.abs(x).max(), np.float32(layout.largest_code)
         inverse = code / largest if largest > np.float32(2.0**-110) else np.float32(0.0)
         codes = np.rint(x * inverse).astype(np.int64)
@@ -291,18 +305,22 @@ def test_an_unusable_input_makes_its_own_token_not_finite_and_no_other(format_na
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("layout", [NARROW, SELECTED.wide], ids=lambda layout: layout.name)
-def test_all_forms_make_the_same_of_an_unusable_input(layout: ActivationLayout, bad: float) -> None:
+@pytest.mark.parametrize(
+    ("isa", "layout"),
+    [(isa, layout) for isa in instruction_sets.available() for layout in (NARROW, isa.wide)],
+    ids=lambda either: either.name,
+)
+def test_all_forms_make_the_same_of_an_unusable_input(isa: Isa, layout: ActivationLayout, bad: float) -> None:
     """Q6_K: only some of its forms use the sums of the activations."""
     rng = np.random.default_rng(12)
-    matrix = packed(random_weight("Q6_K", 3 * SELECTED.lanes, 256, rng), SELECTED)
-    x = rng.standard_normal((2, 256), np.float32)
+    matrix = packed(random_weight("Q6_K", 3 * isa.lanes, 256, rng), isa)
+    x = rng.standard_normal((5, 256), np.float32)
     x[:, 40] = bad
     acts = activations(x, matrix, layout)
     records = acts.view(RECORDS[layout])
     assert np.array_equal(records["minus_sum"], -codes_of(records).sum(-1))
     alone = product(matrix, acts[:1], layout=layout)
-    for panels_from in (2, 3):
+    for panels_from in (2, 6):
         got = product(matrix, acts, layout=layout, panels_from=panels_from)
         assert np.array_equal(got[:1], alone, equal_nan=True)
 
