@@ -200,16 +200,19 @@ def _dot_avx512_split(emitter: Emitter, operands: Operands) -> Dots:
         for word in operands.words
         for block in range(operands.blocks)
     }
-    dots = []
-    for token, address in enumerate(operands.activations):
-        alone = replace(
-            operands,
-            load=lambda block, word: codes[block, word],
-            activations=[address],
-            minus_sum=lambda _, token=token: operands.minus_sum(token),
-        )
-        dots += _add_split_words(emitter, alone)
+    held, dots = replace(operands, load=lambda block, word: codes[block, word]), []
+    for token in range(len(operands.activations)):
+        dots += _add_split_words(emitter, _of_token(held, token))
     return dots
+
+
+def _of_token(operands: Operands, token: int) -> Operands:
+    """The operands of one token."""
+
+    def minus_sum(_: int) -> Value:
+        return operands.minus_sum(token)
+
+    return replace(operands, activations=[operands.activations[token]], minus_sum=minus_sum)
 
 
 def _add_split_words(emitter: Emitter, operands: Operands) -> Dots:
@@ -414,7 +417,8 @@ def available() -> list[Isa]:
 
 
 def is_zen4() -> bool:
-    return llvmlite.binding.get_host_cpu_name() == "znver4"
+    processor: str = llvmlite.binding.get_host_cpu_name()
+    return processor == "znver4"
 
 
 def _compiler_features() -> frozenset[str]:
